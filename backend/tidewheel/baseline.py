@@ -40,7 +40,7 @@ class RowOutput(NamedTuple):
 
 
 class Generator:
-    """A transformers model and its tokenizer. Not thread safe."""
+    """Transformers model and its tokenizer. Not thread-safe."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call] # the folder's may sample, or penalise

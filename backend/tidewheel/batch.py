@@ -1,8 +1,8 @@
 """Values that scheduler and runner exchange in a step.
 
-A *row* is the index of a running request in every table of both, in ``[0, max_num_seqs)``. The runner keeps tokens,
-block table and sampling state per row, and writes each sampled token there; a batch carries only changes. So a step
-can be scheduled before the tokens of the last one are read.
+A *row*, the index of a running sequence, is in ``[0, max_num_seqs)``. The runner keeps tokens, block table and
+sampling state per row, and writes each sampled token there; a batch carries only changes. So a step can be scheduled
+before the previous step's tokens are read.
 """
 
 from __future__ import annotations

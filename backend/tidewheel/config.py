@@ -188,7 +188,7 @@ class EngineConfig(SchedulingSettings):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
-        """Return the config from text or JSON values, by our names or vLLM's. `base_dir`: of relative folders."""
+        """Return the config from text or JSON values, by our names or vLLM's. `base_dir`: base of relative paths."""
         translated = translate(settings)
         for key in ENTRY_ARGUMENTS & translated.keys():
             raise ConfigError(f"{key} is a setting of an entry of a model repository, not of an engine: leave it out")
@@ -216,7 +216,7 @@ class EngineConfig(SchedulingSettings):
         return fits and self._settings_without(LIVE) == other._settings_without(LIVE)
 
     def fixed_settings(self) -> dict[str, object]:
-        """Return the settings whose change needs a new engine, buffer sizes included."""
+        """Return the settings whose change, or for `SIZED` whose growth, needs a new engine."""
         return self._settings_without(frozenset() if self.record else LIVE - SIZED)
 
     def _settings_without(self, names: frozenset[str]) -> dict[str, object]:

@@ -60,7 +60,7 @@ class EngineFrontend:
         must_stop: Callable[[], bool],
         on_ended: Callable[[EndedRequest], None] | None = None,
     ) -> None:
-        """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve or `must_stop`."""
+        """Start or join the engine. Raise `ConfigError` or `TidewheelError` if the engine fails or `must_stop()`."""
         self.target = target
         self.is_leaving = False  # another serves new requests
         gate = AdmissionGate(holds=settings.entry.has_native_queue)
@@ -109,7 +109,6 @@ class EngineFrontend:
         return MetricsPublisher(publish)
 
     def _publish_last(self) -> None:
-        """Publish all metrics before the last response of the last live request."""
         if self._metrics is not None:
             self._metrics.flush()
 
@@ -140,7 +139,7 @@ class Follower:
     """
 
     def __init__(self, model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> None:
-        """Serve from this engine, and make the model's other front ends follow."""
+        """Serve from the engine `target`, and switch the model's other front ends to it."""
         self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
         self._model_dir = model_dir
         self._settings = settings

@@ -1,8 +1,7 @@
 """Publication of the metrics of engine and requests on Triton's `/metrics`.
 
-A call is a round trip (20 to 60 µs, measured), so only differences of totals are sent. Front ends share series of
-equal labels, whose differences add up. A metric is never deleted: the server would remove the series under other
-front ends (2.51 then hangs).
+A call to Triton takes 20 to 60 µs (measured), so only changes are sent. For equal labels Triton has one series, to
+which all front ends add. A metric is never deleted: Triton would remove it under the others, and 2.51 would hang.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _LABEL_VALUES: Mapping[str, Sequence[str]] = {
 class NumberSeries:
     """Gauge or counter, with a series per label value ("": no label).
 
-    A smaller total of a counter comes from a restarted process.
+    A counter's total that shrinks (the process restarted) counts from 0.
     """
 
     def __init__(self, metric: Metric, labels: Labels, values: Iterable[str] = ()) -> None:
@@ -59,7 +58,7 @@ class NumberSeries:
             self._open(value)
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
-        """Publish the numbers, or count totals as published by another front end."""
+        """Publish numbers by label value. Without `is_ours`, only note them: another front end publishes them."""
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():
@@ -83,8 +82,8 @@ class NumberSeries:
 class HistogramSeries:
     """Triton histogram that receives new values of a `Histogram`, each as its bucket's mean.
 
-    At most `MAX_WAITING` values wait for later flushes, an equal share of each bucket. The others rest until no
-    request is live.
+    At most `MAX_WAITING` values, of all buckets in proportion, wait for later flushes. More are sent when no request
+    is live.
     """
 
     def __init__(self, metric: Metric, bounds: Sequence[float], labels: Labels) -> None:
@@ -93,7 +92,7 @@ class HistogramSeries:
         self._waiting, self._resting = (np.zeros((2, len(self._seen.counts))) for _ in range(2))  # counts, sums
 
     def advance(self, now: Histogram, *, is_ours: bool = True, has_time: bool = False) -> bool:
-        """Send a share of the new values, or count them as published. Return whether values are left."""
+        """Send up to `MAX_OBSERVATIONS` new values; without `is_ours`, skip them. Return whether values are left."""
         if not is_ours:
             self._seen = now.copy()
             return False
@@ -141,7 +140,7 @@ class HistogramSeries:
 
 
 class SeriesTable:
-    """Triton's series of all metrics whose figures this process has (`source`)."""
+    """Triton's series of a metric table. `source` names a metric's field of `figures`."""
 
     def __init__(self, table: Iterable[Metric], labels: Labels, figures: Any) -> None:
         self._numbers: list[tuple[Metric, NumberSeries]] = []
@@ -154,7 +153,7 @@ class SeriesTable:
                 self._numbers.append((metric, NumberSeries(metric, labels, _label_values(metric))))
 
     def publish(self, figures: Any, *, is_ours: bool = True, has_time: bool = False) -> bool:
-        """Send new figures, unless another front end does. Return whether values are left to send.
+        """Send new figures; without `is_ours`, another front end sends them. Return whether values are left.
 
         `has_time`: no request is live.
         """
@@ -181,7 +180,7 @@ class EngineMetrics:
         self.restarts = NumberSeries(metrics.ENGINE_RESTARTS, labels)
 
     def publish(self, stats: EngineStats, *, is_ours: bool = True, has_time: bool = False) -> bool:
-        """Do as `SeriesTable.publish`. Figures of another owner prepare for a takeover."""
+        """Publish like `SeriesTable.publish`. Figures of another owner are noted, to go on from after a takeover."""
         has_cache = stats.num_blocks > 0
         blocks = {"max": stats.num_blocks, "used": stats.num_used_blocks, "tokens_per": has_cache * self._block_size}
         self._blocks.advance(blocks, is_ours=is_ours)
@@ -195,12 +194,12 @@ class EngineMetrics:
 
 
 def request_metrics(labels: Labels, stats: FrontendStats) -> SeriesTable:
-    """Return the series of requests, refusals last: a visible refusal implies the others."""
+    """Return the series of requests. Refusals are sent last: a page that shows them shows the rest."""
     return SeriesTable(sorted(metrics.select("requests"), key=lambda row: row is metrics.REJECTED), labels, stats)
 
 
 class MetricsPublisher:
-    """Thread that calls `publish` every `FLUSH_INTERVAL_S`, at the end, and at once if values are left."""
+    """Thread that calls `publish` every `FLUSH_INTERVAL_S`, in `close`, and again at once when it returns true."""
 
     def __init__(self, publish: Callable[[], bool]) -> None:
         self._publish = publish
@@ -211,12 +210,12 @@ class MetricsPublisher:
         self._thread.start()
 
     def flush(self) -> bool:
-        """Publish now. Return whether values are left to send."""
+        """Publish now. Return whether values are left."""
         with self._lock:
             try:
                 return self._publish()
             except Exception as error:
-                if str(error) != self._last_problem:  # log once
+                if str(error) != self._last_problem:
                     self._last_problem = str(error)
                     pb_utils.Logger.log_error(f"metrics could not be published: {error}")
                 return False

@@ -55,7 +55,7 @@ class ModelSettings:
 
 
 def real_entry(folder: Path) -> Path:
-    """Return the operator's folder of an entry that is a mirror, else the folder itself."""
+    """Return the operator's folder to which a mirrored entry links, else the entry's own folder."""
     with contextlib.suppress(FileNotFoundError):
         return Path((folder / ORIGIN).read_text(encoding="utf-8")).resolve()
     return folder.resolve()
@@ -116,7 +116,7 @@ def _read(entry: ModelEntry) -> dict[str, object]:
 
 
 def check_settings(settings: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for wrong settings of an entry with an engine."""
+    """Raise `ConfigError` for wrong settings of an entry that owns its engine."""
     values = _known(settings)
     _take_frontend(values)
     _engine_config(values)

@@ -34,7 +34,7 @@ _PERF_TENSORS: Mapping[str, tuple[str, type[np.generic]]] = {
 class TritonSink:
     """`Sink` on a Triton response sender.
 
-    A lock separates sending and `is_cancelled`, which crashes the server (2.51) after FINAL has freed the request.
+    Thread-safe. Triton's `is_cancelled` is not called after the FINAL response, where it crashes server 2.51.
     """
 
     def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
@@ -170,7 +170,7 @@ def _as_ensemble(arrays: Arrays) -> Arrays:
 
 
 def logprobs_json(token_ids: Sequence[int], logprobs: Sequence[TopLogprobs | None], texts: Mapping[int, str]) -> str:
-    """Return `{token_id: {logprob, rank, decoded_token}}` by token; an infinite or unknown `logprob` is null."""
+    """Return a list of `{token_id: {logprob, rank, decoded_token}}`; an infinite or unknown `logprob` is null."""
     return json.dumps([_entries(*pair, texts) for pair in zip(token_ids, logprobs, strict=False)])
 
 
@@ -209,9 +209,9 @@ def _finish_reasons(response: Response, *, is_batched: bool) -> Any:
 
 @functools.lru_cache
 def _unfinished(shape: tuple[int, ...], thread_id: int) -> Any:
-    """Make the tensor of unfinished sequences once for each thread. Two threads must not send it first.
+    """Return a thread's tensor for unfinished sequences. Two threads must not send a new tensor at the same time.
 
-    A tensor that is sent again costs little (`python benchmarks response_cost`).
+    To send it again costs little (`python benchmarks response_cost`).
     """
     del thread_id
     return pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))

@@ -1,4 +1,4 @@
-"""Presence marks of front-end processes, which tell a supervisor death from unload, and what a front end inherits."""
+"""Presence marks and inherited connections of front ends. A mark outlives a dead front end; an unload removes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class Presence:
                 self._descriptor = None
 
     def count(self, change: int) -> None:
-        """Change the number of open requests."""
         with self._lock:
             self._num_open += change
             if self._descriptor is not None:
@@ -58,7 +57,7 @@ class Presence:
 
 
 def read_mark(pid: int, start_ticks: int) -> PresenceMark | None:
-    """Return the presence mark of a process, living or dead."""
+    """Return a process's presence mark, even after its death; None without one."""
     return _read(_path(run_dir() / _FOLDER, pid, start_ticks))
 
 
@@ -95,7 +94,7 @@ def is_stub() -> bool:
 
 
 def close_inherited_connections() -> None:
-    """Close the clients' connections that this fork of Triton holds, before this process opens its own."""
+    """Close the internet sockets that this process inherited from Triton. Call it before opening any."""
     for path in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):  # of the listing itself
             if stat.S_ISSOCK(path.stat().st_mode):

@@ -1,4 +1,4 @@
-"""Input and output tensors: those of Triton's vLLM backend and the TRT-LLM ensemble, and additions."""
+"""Input and output tensors: those of Triton's vLLM backend and the TRT-LLM ensemble, and our own."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _refusal(kind: str, tensor: Mapping[str, Any], spec: TensorSpec | None, othe
 def read_request(
     request: Any, settings: FrontendSettings, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
 ) -> tuple[GenerateRequest, ResponseFormat]:
-    """Return a Triton request as ours, and its response format. Raise `InvalidRequest`."""
+    """Convert a Triton request; also return its response format. Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     stream = _flag(inputs, "stream")
     if stream and not decoupled:

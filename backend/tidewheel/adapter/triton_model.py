@@ -59,7 +59,7 @@ class TritonPythonModel:
         return self._follower.serving.client.readiness.is_ready
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Submit requests, and return when another fits."""
+        """Submit requests. Wait after each until the front end has room."""
         for request in requests:
             self._submit(request)
             self._follower.serving.frontend.wait_for_room()

@@ -137,7 +137,7 @@ class CapacitySearch:
         return None
 
     def note(self, point: LoadPoint, outcomes: Sequence[RequestOutcome], seen: Verdict | None = None) -> Verdict:
-        """Record the outcomes at a rate. Return the verdict, `seen` if it was clear during the run."""
+        """Record the outcomes at a rate. Return `seen`, the run's own verdict, or if None the outcomes' verdict."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         outcomes = [outcome for outcome in outcomes if not self._was_cut_short(outcome)]
@@ -179,7 +179,7 @@ class PointWatch:
         return self.verdict is not None
 
     def is_settled(self, outcomes: Sequence[RequestOutcome], now: float) -> bool:
-        """Return whether open requests cannot change the verdict: the rate is missed, or they are too late."""
+        """Return whether the verdict is final: it is `MISSED`, or all requests have ended or are too late."""
         return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
     def _is_settled(self, outcome: RequestOutcome, now: float) -> bool:

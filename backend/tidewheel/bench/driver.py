@@ -55,8 +55,8 @@ class LoadDriver:
         self._progress = progress
 
     async def open_loop(self, load: Iterable[Conversation], is_settled: Callable[[], bool] | None = None) -> None:
-        """Send each conversation at its time, whatever is answered. When all are sent and `is_settled`, cancel open
-        requests if the transport can.
+        """Send each conversation at its time, without waiting for answers. When all are sent and `is_settled()`,
+        cancel open requests if the transport can.
         """
         self._progress.start = time.perf_counter()
         started = []

@@ -63,7 +63,7 @@ class Experiment:
         return self.measure_in_turns([stage])[0]
 
     def measure_in_turns(self, stages: Sequence[PlannedStage]) -> list[StageResult]:
-        """Run stages of equal targets in turns, so that drift of the machine affects all alike."""
+        """Alternate the runs of stages with equal targets, so that drift of the machine affects all alike."""
         first = stages[0]
         results = [self._begin(stage) for stage in stages]
         turns = [(results[index], run) for index, run in in_turns(stages)]

@@ -102,7 +102,7 @@ def table(result: StageResult, columns: Sequence[FigureColumn]) -> TextTable:
 
 
 def verdicts(result: StageResult) -> list[str]:
-    """Return a sentence per target: the share of requests in time at its highest load, and its slow parts."""
+    """Return a sentence per target at its highest load: requests in time (%), and TTFT and TPOT where too slow."""
     last = {target: (load, figures) for (load, target), figures in measured(result)}
     said = []
     for target, (load, figures) in last.items():

@@ -24,7 +24,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OfferedRequest:
-    """Request to send; a later turn appends `input_ids` to the conversation."""
+    """Turn of a conversation: a request with all earlier turns and answers, then `input_ids`."""
 
     at: float  # seconds from the start; first turns of an open loop
     input_ids: list[int]

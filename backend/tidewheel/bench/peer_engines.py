@@ -1,9 +1,9 @@
 """Other engines, each run in a process and controlled by a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
 
-    in   `{"id": 1, "input_ids": […], "max_tokens": 16}` a line
-    out  `{"versions": {…}}` once, then after each step `[[id, new tokens, is it done], …]`; `{"error": "…"}`
+    in   `{"id": 1, "input_ids": […], "max_tokens": 16}`, a request per line
+    out  `{"versions": {…}}`, then after each step `[[id, number of new tokens, is done], …]`; `{"error": "…"}`
 
-Imports only the standard library, and the engine when it is made.
+Imports only the standard library; constructing an engine imports its packages.
 """
 
 from __future__ import annotations
@@ -291,12 +291,12 @@ def _serve(engine: PeerEngine, output: TextIO) -> NoReturn:
 
 
 def _read(inbox: queue.Queue[dict[str, Any]]) -> None:
-    """Queue requests from standard input; exit when it closes, whatever threads run."""
+    """Queue requests from standard input. When it closes, end the process with all threads."""
     for line in sys.stdin:
         inbox.put(json.loads(line))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder
+    sys.path.pop(0)
     main()

@@ -37,7 +37,7 @@ Sample = dict[str, float]
 
 
 def parse(text: str, model: str) -> Sample:
-    """Return a model's metrics, and metrics without a model, summed by name. Raise `ValueError`."""
+    """Return each metric's sum over series of `model` and series without a model. Raise `ValueError`."""
     # Other lines are left out first: a page has a thousand, and the load generator waits.
     figures = Figures.parse("".join(f"{line}\n" for line in text.splitlines() if line.startswith(_NAMES)))
     sample: Sample = {}
@@ -122,7 +122,7 @@ class MetricsSampler:
             await self._scrape()
 
     async def _scrape_the_end(self) -> None:
-        """Take a last sample that has the run's steps: under load, engines publish late."""
+        """Sample once more, until the engine's steps have grown: under load, engines publish late."""
         before = list(self.samples)
         for _ in range(MAX_FLUSHES):
             await asyncio.sleep(FLUSH_S)

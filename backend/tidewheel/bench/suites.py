@@ -67,7 +67,7 @@ class BenchSuite:
     def compare(self, slo: Slo | None = None, budget_s: float = math.inf) -> None:
         """Find each target's capacity within about `budget_s`.
 
-        Without `slo`, the objective is a multiple of the times of a lone request to the reference.
+        Without `slo`, the objective is a multiple of the reference's TTFT and TPOT for lone requests.
         """
         reference = self.reference
         lone_ttft, lone_tpot = self._alone(reference)
@@ -117,7 +117,7 @@ class BenchSuite:
         self._measure("batch", "Throughput and latency over the batch size", loads=loads)
 
     def rates(self) -> None:
-        """Measure three loads, 1 to 10 to 50, of which the middle one saturates our target."""
+        """Measure three loads in the ratio 1:10:50. The middle load saturates our target."""
         measure = self.ours
         users = (LoadPattern("closed", SATURATION_USERS),)
         title = f"Saturation of {measure.name}"
@@ -166,7 +166,7 @@ class BenchSuite:
 
 
 def lone_tpot(outcomes: Sequence[RequestOutcome], ttft: float) -> float:
-    """Return the median TPOT in seconds; an unstreamed answer is taken to need `ttft` first. Raise `BenchError`."""
+    """Return the median TPOT in seconds. Unstreamed answers count `ttft` as their TTFT. Raise `BenchError`."""
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
         for o in outcomes

@@ -61,7 +61,7 @@ class WorkerProcess:
             raise self._ended() from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """Return the next JSON answer. Raise `WorkerFailed` at the limit, the process's end, or `{"error": …}`."""
+        """Return the next JSON answer. Raise `WorkerFailed` after `limit_s`, process end or `{"error": …}`."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._received:
             chunk = self._read(None if end is None else max(0.0, end - time.monotonic()))

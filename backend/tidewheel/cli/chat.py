@@ -52,7 +52,7 @@ class TerminalChat:
                     print(f"error: {error}", file=sys.stderr)
 
     def ask(self, question: str) -> None:
-        """Send a question and print the answer. Raise `RequestError`, and forget the question."""
+        """Send a question and print the answer. Raise `RequestError`; the conversation then lacks the question."""
         messages = [*self._messages, {"role": "user", "content": question}]
         with self._client.stream(messages=messages, **self._params) as stream:  # type: ignore[arg-type]
             answer = show(stream)

@@ -48,7 +48,7 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
 
 
 def gateway_options(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the given options that are fields of the gateway's options."""
+    """Return the options that have a value and are parameters of `cls`, by name."""
     return {name: value for name, value in fields_of(args, cls).items() if value is not None}
 
 

@@ -53,7 +53,7 @@ CheckResult = tuple[Verdict, str, str]  # verdict, what was seen, advice
 
 
 def judge(tritonserver_path: str | None, gpus: list[Any]) -> list[Judgement]:
-    """Check this machine, whose `gpus` torch can use."""
+    """Return a judgement per check of this machine. `gpus`: from `usable_gpus`."""
     checks: dict[str, Callable[[], CheckResult]] = {
         "system": _check_system,
         "packages": _check_packages,

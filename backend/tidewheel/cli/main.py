@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands. `only`: the single command whose options are added (None: all)."""
+    """Return the parser. `only`: the command whose options are added (None: all)."""
     parser = argparse.ArgumentParser(
         prog="tidewheel", description="Serve large language models from NVIDIA Triton Inference Server."
     )

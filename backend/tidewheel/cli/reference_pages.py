@@ -34,13 +34,13 @@ _KINDS: Mapping[object, str] = {bool: "true or false", int: "integer", float: "n
 
 # Headings in `EngineConfig` that are sections of scheduling.md too.
 _RULES = ("policies", "admission", "preemption", "strategies", "controllers", "sessions")
-_SETTING = ("setting", "type", "default", "meaning")  # head of a table
+_SETTING = ("setting", "type", "default", "meaning")
 
 Row = tuple[str, ...]
 
 
 def read_settings(cls: type[Any]) -> dict[str, list[Row]]:
-    """Return rows by heading, of a dataclass and its bases. Raise `ConfigError` for a field without a comment."""
+    """Return table rows for a dataclass and its bases, by heading. Raise `ConfigError` if a field lacks a comment."""
     comments: dict[str, tuple[str, str]] = {}
     for base in cls.__mro__[:-1]:
         comments |= _read_comments(inspect.getsource(base))

@@ -104,7 +104,7 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
 
 
 def fields_of(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the parsed options that are parameters of the class."""
+    """Return the parsed options that are parameters of `cls`, by name."""
     return {name: value for name, value in vars(args).items() if name in inspect.signature(cls).parameters}
 
 
@@ -168,9 +168,9 @@ def show(stream: Stream) -> PrintedAnswer:
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Let Ctrl-C cancel the stream. A KeyboardInterrupt within gRPC can leave a lock held, and its channel dead.
+    """Cancel the stream on Ctrl-C: a KeyboardInterrupt within gRPC can leave a lock held and the channel dead.
 
-    Ctrl-C interrupts the main thread alone.
+    Only the main thread gets Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

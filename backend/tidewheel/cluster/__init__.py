@@ -8,5 +8,5 @@ class ClusterError(Exception):
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001
-    """Keep `ray start` from serving remote clients; it has no option for that."""
+    """Turn off Ray's server for remote clients, as a start hook: `ray start` has no option."""
     parameters.ray_client_server_port = None

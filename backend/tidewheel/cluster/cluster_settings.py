@@ -76,7 +76,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def first_replicas(self) -> int:
-        """Number of replicas at the start: at least one, which lists the models."""
+        """Number of replicas at the start: at least one, to learn the models from."""
         return max(self.replicas, 1)
 
     @property
@@ -98,7 +98,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
         return {**self.scaling_settings, "min_replicas": self.replicas, "max_replicas": self.most_replicas}
 
     def gpus(self, *, has_gpus: bool) -> float:
-        """Return GPUs per replica; by default 1 if an entry's device is cuda, or auto with `has_gpus`.
+        """Return GPUs per replica: `replica_gpus`, else 1 if an entry's device is cuda, or auto and `has_gpus`.
 
         Raise `ConfigError` for missing entries.
         """

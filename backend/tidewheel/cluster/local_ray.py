@@ -1,6 +1,7 @@
 """Ray on loopback for one user, with a token and a private folder.
 
-`ray start` holds the folder's lock. It ends Ray if its state store or raylet dies; the kernel ends them if it dies.
+The process `ray start` holds the folder's lock, and ends Ray if state store or raylet dies. If `ray start` dies, the
+kernel ends both.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def start(folder: ClusterFolder, lock: IO[bytes], num_cpus: int) -> Child:
-    """Start Ray with the folder's lock in its first process. Raise `ClusterError`."""
+    """Start Ray; the process `ray start` inherits the folder's lock. Raise `ClusterError`."""
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *_OPTIONS]
     command += [f"--num-cpus={num_cpus}", f"--temp-dir={folder.ray}"]
     with folder.log.open("wb") as log:

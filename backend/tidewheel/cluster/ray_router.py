@@ -1,6 +1,6 @@
 """Ray Serve router that reports replicas to the gateway.
 
-Ray copies this module by value, so shared state lives in `replica_upstreams`.
+Ray copies this module with its globals, so state shared with the gateway lives in `replica_upstreams`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 
 class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Ray Serve router that passes the list of replicas to the gateway."""
-
     # `cluster up` imports this module, which needs the gateway only in the gateway's actor.
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         from tidewheel.cluster.replica_upstreams import FEED, KnownReplica

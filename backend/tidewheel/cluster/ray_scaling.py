@@ -1,6 +1,6 @@
 """Ray Serve autoscaling by the project's policies.
 
-Ray's own request counts are useless: only calls that wait for the first replica go through Ray.
+Ray counts only the gateway's calls that wait for a first replica: clients' requests bypass Ray.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ class _Counters(NamedTuple):
 
 
 class RayScaling:
-    """Autoscaling policy that Ray Serve's controller calls."""
-
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
         """Make the named policy. Raise `ConfigError` for an unknown policy or wrong setting."""
         self._policy = make_scaling(policy, ScalingSettings(**settings))

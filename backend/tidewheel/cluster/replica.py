@@ -35,7 +35,7 @@ _FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-p
 
 class Replica:
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Start the server. Raise `ClusterError` if it cannot start."""
+        """Start the server, or raise `ClusterError`."""
         settings = read_settings(arguments)
         self._born = self._ready_at = time.monotonic()
         self._stream_limit_s = settings.stream_limit_s
@@ -75,7 +75,7 @@ class Replica:
         return self._server.endpoints.authorities
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return current metrics of the server, else the last ones, for gateway and status."""
+        """Return the server's metrics for gateway and status; without an answer, the previous ones."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
@@ -117,7 +117,7 @@ class Replica:
 
 
 class ServerChild:
-    """Child process `tidewheel serve`, which ends with its standard input, however this process ends."""
+    """Child process `tidewheel serve`. It ends when its standard input closes, also when this process dies."""
 
     def __init__(self, options: Sequence[str], host: str) -> None:
         remove_left_over(base := run_dir(), _PREFIX)
@@ -158,7 +158,6 @@ class ServerChild:
         raise ClusterError(f"tidewheel serve ended with {self._child.exit}: {reason}")
 
     def count_restarts(self) -> None:
-        """Count a restart if tritonserver has a new process id."""
         for process in process_tree.children(self._child.pid):
             if process_tree.name(process) == "tritonserver" and process != self._tritonserver:
                 self.num_restarts += self._tritonserver is not None

@@ -29,7 +29,7 @@ class DeclaredInputs(NamedTuple):
     def tensors(
         self, offered: OfferedRequest, input_ids: Sequence[int], *, with_ids: bool = False
     ) -> Iterator[tuple[str, str, Sequence[Any]]]:
-        """Yield (name, type, values) of a greedy request of full length; parameters without an input are left out."""
+        """Yield (name, type, values) of the declared inputs for a greedy request that ignores end-of-sequence."""
         name, prompt = self.prompt(input_ids)
         yield (name, "BYTES", [prompt]) if isinstance(prompt, str) else (name, "INT32", prompt)
         flags = dict.fromkeys(_FLAGS, True)

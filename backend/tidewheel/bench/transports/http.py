@@ -112,7 +112,7 @@ class InferTransport(_TritonHttpTransport):
 
 
 class OpenAiTransport(_HttpTransport):
-    """Transport to `…/v1/completions` with token ids, or `…/v1/chat/completions` with words."""
+    """Transport to `…/v1/completions` with token ids, or `…/v1/chat/completions` with text."""
 
     def __init__(self, url: str, model: str) -> None:
         super().__init__(url)

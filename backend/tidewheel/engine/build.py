@@ -61,12 +61,12 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
 
 
 def is_async(config: EngineConfig, device: str) -> bool:
-    """Return whether to launch steps ahead of the device, which a CPU cannot overlap."""
+    """Return whether to launch a step while the previous step runs, which gains nothing on a CPU."""
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
-    """Return a scheduler. Raise `ConfigError` for settings beyond the cache, or an unwritable `record`."""
+    """Return a scheduler. Raise `ConfigError` for a quota above the cache's blocks, or an unwritable `record`."""
     settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,
@@ -85,7 +85,7 @@ def session_limits(config: EngineConfig) -> SessionLimits:
 
 
 def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
-    """Return the scheduler's settings. Raise `ConfigError` for settings beyond the cache."""
+    """Return the scheduler's settings. Raise `ConfigError` for a quota above the cache's blocks."""
     tenants = parse_tenants(config.tenants)
     quotas = {f"tenants.{name}: max_blocks": limits.max_blocks for name, limits in tenants.items()}
     quotas["session_max_blocks"] = config.session_max_blocks

@@ -54,7 +54,7 @@ class Outbox:
         self._cancelled: list[tuple[int, int]] = []  # (key, index) in flight, not yet sent
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
-        """Queue a request. Raise `Busy` if too many are held, or the error of `refuse`."""
+        """Queue a request. Raise `Busy` if too many are held, or the error given to `refuse`."""
         with self._lock:
             if self._refusal is not None:
                 raise copy.copy(self._refusal)  # each raising thread needs its own instance
@@ -189,7 +189,7 @@ class Connection:
 
 
 def drain_all(engine_dirs: Sequence[Path], timeout_s: float) -> int | None:
-    """Drain the serving engines. Return their unfinished requests, 1 for each timeout; None without an engine."""
+    """Drain the serving engines. Return their unfinished requests, 1 for each silent engine; None if none serves."""
     serving = [folder for folder in engine_dirs if read_serving(folder)]
     answers = [ask(folder, messages.Drain(), messages.Stats, timeout_s) for folder in serving]
     left = (1 if answer is None else answer.stats.num_running + answer.stats.num_waiting for answer in answers)
@@ -197,7 +197,7 @@ def drain_all(engine_dirs: Sequence[Path], timeout_s: float) -> int | None:
 
 
 def ask(engine_dir: Path, message: messages.Message, kind: type[T], timeout_s: float = ANSWER_S) -> T | None:
-    """Return the answer of a kind from a serving engine; None without an engine, or on timeout."""
+    """Send a message to an engine. Return its answer of type `kind`; None if it does not serve or answer."""
     status = read_serving(engine_dir)
     if status is None:
         return None

@@ -40,8 +40,6 @@ class _StepInFlight(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Failed launch, raised when the step is waited for."""
-
     error: Exception
 
     def wait(self) -> NoReturn:
@@ -51,9 +49,9 @@ class _Failure(NamedTuple):
 class EngineCore:
     """Loop that schedules steps and runs them, on one thread.
 
-    With two steps in flight, the device computes one while the other's tokens are applied. `receive` calls `add` and
-    `cancel` before planning and before applying tokens. `deliver` gets tokens and one end per request; it may call
-    `cancel`.
+    With two steps in flight, the device computes one while the other's tokens are applied. `receive` runs before
+    scheduling and before applying tokens; it may call `add_group` and `cancel`. `deliver` gets new tokens, and each
+    request's end once; it may call `cancel`.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class EngineCore:
         first_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `beat` before each step with the step's predicted seconds, at first `first_step_s`."""
+        """Call `beat` before each launch with the seconds to the next beat; unpredicted steps: `first_step_s`."""
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
@@ -135,7 +133,7 @@ class EngineCore:
         self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self._runner.launch(batch)), now))
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
-        """Return how many steps to wait for: all after a failed launch, whose tokens later steps would read."""
+        """Return how many steps to wait for. After a failed launch, all: a further step would read its tokens."""
         if isinstance(self._in_flight[-1].pending, _Failure):
             return len(self._in_flight)
         return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
@@ -153,7 +151,7 @@ class EngineCore:
         self._last_end = end
 
     def _recover(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
-        """Rerun a failed step with fewer rows, or end its requests if a later step read its tokens."""
+        """Rerun a failed step with fewer rows. If a later step is in flight, it read the tokens: end the requests."""
         if not self._in_flight:
             return self._run_rest(batch, error)
         left = set(self._in_flight[0].batch.freed_rows.tolist())

@@ -98,7 +98,7 @@ class EngineClient:
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
 
     def start(self, timeout_s: float, must_stop: Callable[[], bool] = lambda: False) -> messages.EngineInfo:
-        """Wait until the engine serves. Raise `ConfigError`, or `Draining` if `must_stop`."""
+        """Wait until the engine serves. Raise `ConfigError`, or `Draining` if `must_stop()`."""
         self._thread.start()
         end = time.monotonic() + timeout_s
         while not self._settled.wait(POLL_MS / 1000) and time.monotonic() < end:

@@ -153,13 +153,13 @@ def find_engine(model_dir: Path) -> EngineTarget | None:
 
 
 def may_start(target: EngineTarget) -> bool:
-    """Return whether the engine has ended and may be started again."""
+    """Return whether the engine has ended and may start again."""
     status = read_status(target.folder)
     return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
 
 
 def take_back(model_dir: Path) -> None:
-    """Let the engine that ended to free memory start again."""
+    """Let the model's engine, ended to make room for another, start again."""
     status = read_status(model_dir / CURRENT)
     if status is not None and status.is_draining and not status.is_alive:
         write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))

@@ -116,12 +116,12 @@ class FrontEnds:
         return [_row(group, self._routes[group[0].request_id].client_id, now) for group in groups.values()]
 
     def siblings(self, request_id: str) -> list[str]:
-        """Return ids of all open sequences of the request, last first."""
+        """Return ids of all unfinished sequences of the same request, highest index first."""
         route = self._routes.get(request_id)
         return [] if route is None else list(reversed(route.front_end.request_ids[route.key].values()))
 
     def end(self, front_end: FrontEnd, key: int, reason: FinishReason, error: TidewheelError | None = None) -> None:
-        """Queue a final delta for a request that was not opened, or for another message."""
+        """Queue a final delta for a key without open sequences, such as a refused request's."""
         front_end.unsent.append(messages.Delta.whole(key, reason, error))
 
     def forget(self, front_end: FrontEnd, key: int) -> list[str]:

@@ -44,14 +44,14 @@ class Heartbeat:
         temporary.replace(engine_dir / HEARTBEAT)
 
     def beat(self, expected_s: float | None, num_front_ends: int) -> None:
-        """Record that the loop turned, and the expected seconds of the step; None: idle."""
+        """Record a turn of the step loop. `expected_s`: seconds to the next beat; None: idle."""
         self._sequence += 1
         is_stepping = expected_s is not None
         _LAYOUT.pack_into(self._memory, 0, self._sequence, expected_s or 0.0, is_stepping, num_front_ends)
 
 
 class ListeningClock:
-    """Clock of others' silence: a longer gap between readings, such as a pause of this process, is `MAX_GAP_S`."""
+    """Clock in seconds for the silence of other processes. Pauses of this process count at most `MAX_GAP_S` each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,9 +66,9 @@ class ListeningClock:
 
 
 class HangWatch:
-    """Reader of a heartbeat that finds a hung engine; pauses of the reader do not count.
+    """Reader of a heartbeat that tells whether the engine hangs; pauses of this process do not count.
 
-    A heartbeat read while it was written is corrected at the next look.
+    The next `look` corrects a read during a write.
     """
 
     def __init__(self, engine_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:

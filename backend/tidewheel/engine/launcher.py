@@ -40,9 +40,9 @@ FAULTS_ALLOWED = "TIDEWHEEL_FAULTS_ALLOWED"  # set by `tidewheel serve --allow-f
 
 
 def choose_engine(model_dir: Path, config: EngineConfig) -> folder.EngineTarget:
-    """Return the engine for these settings; `make_current` moves other front ends to it.
+    """Return the engine to start or join; `make_current` then moves other front ends to it.
 
-    If memory does not hold two engines, the present one ends first.
+    Stop the present engine first if memory does not hold both.
     """
     status = folder.read_status(model_dir / folder.CURRENT)
     identity = _identity(config)
@@ -130,7 +130,7 @@ class EngineLauncher:
         return self._lock is not None
 
     def try_lock(self) -> bool:
-        """Return whether this front end holds the lock of the present lock file."""
+        """Take the folder's lock if it is free. Return whether this front end holds it."""
         path = self._engine_dir / LOCK
         if self._lock is not None and not is_at(self._lock, path):
             self._unlock()
@@ -146,9 +146,10 @@ class EngineLauncher:
         self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
     def seek(self, since_ns: int) -> folder.Status | None:
-        """Return a ready engine's status, or start an engine and return None. Call repeatedly from `since_ns` on.
+        """Return the ready engine's status, or start it if needed and return None. Call repeatedly.
 
-        Raise `ConfigError` for a failed start, `PermanentError` if another cannot help, `Draining` at shutdown.
+        `since_ns`: monotonic time of the first call. Raise `ConfigError` for a failed start, `PermanentError` if no
+        other start can help, `Draining` at shutdown.
         """
         status = folder.read_status(self._engine_dir)
         if self.was_ready and status is not None and status.is_draining and not status.is_alive:
@@ -172,7 +173,7 @@ class EngineLauncher:
         return None
 
     def give_up(self, message: str) -> None:
-        """Tell other front ends that the engine is not started again."""
+        """Tell other front ends that the owner does not restart the engine."""
         status = folder.read_status(self._engine_dir)
         if self.is_owner and status is not None:
             final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
@@ -180,7 +181,7 @@ class EngineLauncher:
                 folder.write_status(self._engine_dir, final)
 
     def release(self) -> None:
-        """Leave the engine to other front ends; end one that still loads."""
+        """Give up ownership; stop the front end's own engine if it still loads."""
         status = folder.read_status(self._engine_dir)
         if status is not None and self._is_mine(status) and status.state != "ready" and not self.was_ready:
             _end(status, STOP_GRACE_S)
@@ -239,7 +240,7 @@ class EngineLauncher:
             raise ConfigError(f"the engine ended while it loaded ({child.exit}): {last_words}")
 
     def _earliest_restart(self, status: folder.Status | None) -> float:
-        """Return monotonic seconds. Raise `PermanentError` in a crash loop."""
+        """Return the next start in monotonic seconds. Raise `PermanentError` in a crash loop."""
         if status is None or status.state == "stopped" or status.info is None:
             return 0.0
         deaths = record_death(self._engine_dir, status, self._policy.window_s)
@@ -266,7 +267,7 @@ def _end(status: folder.Status, grace_s: float) -> None:
 
 
 def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> list[Death]:
-    """Return recent deaths with this engine's, oldest first. Future times are from before the last boot."""
+    """Add the engine's death; return those within `window_s`, oldest first. Skip future times, from before a boot."""
     path, now = engine_dir / folder.DEATHS, time.monotonic()
     deaths = [death for death in read_value(path, list[Death]) or () if now - window_s <= death.at <= now]
     if not any((death.pid, death.start_ticks) == (status.pid, status.start_ticks) for death in deaths):

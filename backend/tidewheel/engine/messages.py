@@ -1,8 +1,8 @@
 """Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket.
 
-`EngineReady` or `EngineFailure` answers `Hello`. Deltas answer a request by its `key` until each sequence has a
-finish reason, or `Disconnection` ends all. `Drain`, `ListRequests` and `CancelRequest` need no `Hello`: only the
-server's user may open the socket.
+`EngineReady` or `EngineFailure` answers `Hello`. `Deltas` answer a request by its `key` until each sequence has a
+finish reason; `Disconnection` ends all requests of a front end. `Drain`, `ListRequests` and `CancelRequest` need no
+`Hello`: only the server's user may open the socket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Hello(Message, frozen=True):
-    """First message of a front end. Its settings replace the engine's if they were read later."""
+    """First message of a front end. Its settings replace the engine's if its `read_ns` is later."""
 
     protocol: int
     client: str  # unique name
@@ -73,7 +73,7 @@ class Cancel(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sign of life, sent every second. After 5 s of silence, a front end's requests end."""
+    """Sign of life of a front end, sent every second. After 5 s of silence, its requests end."""
 
     refused: dict[str, _Count] = {}  # since the last ping, by tenant
 
@@ -87,7 +87,7 @@ class Goodbye(Message, frozen=True):
 
 
 class ListRequests(Message, frozen=True):
-    """Question for the running requests, answered by `RequestList`."""
+    """Question for the unfinished requests, answered by `RequestList`."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)]
 
@@ -115,7 +115,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Return the most tokens of prompt and output; the last token is never cached."""
+        """Most tokens of prompt and output together. The last token is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
@@ -244,7 +244,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One new token each for requests of one unfinished sequence, without log-probabilities."""
+    """One new token per key, of unfinished requests with one sequence and no log-probabilities."""
 
     keys: bytes  # int64 little endian
     token_ids: bytes  # int32 little endian
@@ -258,7 +258,7 @@ class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Deltas(Message, frozen=True):
-    """Output of one or more steps. `tokens` of a request come before its `deltas`."""
+    """Output of one or more steps. For the same request, `tokens` precede `deltas`."""
 
     tokens: list[NewTokens]
     deltas: list[Delta]
@@ -275,7 +275,10 @@ class Room(Message, WaitingRoom, frozen=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Unfinished request of `tidewheel top`. Counts are sums over sequences; times are seconds since arrival."""
+    """Unfinished request of `tidewheel top`. Times are seconds since arrival.
+
+    Counts, except the prompt's, are sums over sequences.
+    """
 
     number: int
     request_id: str  # the client's

@@ -39,8 +39,6 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    """Status file of this engine. `keep` repeats writes that failed on a full disk."""
-
     def __init__(self, engine_dir: Path, settings: dict[str, object], identity: str) -> None:
         self.engine_dir = engine_dir
         self.identity = identity
@@ -57,7 +55,7 @@ class StatusFile:
         self.keep()
 
     def keep(self) -> bool:
-        """Return False if the folder is gone."""
+        """Repeat a failed write. Return False if the folder is gone."""
         path = self.engine_dir / folder.STATUS
         try:
             if self.engine_dir.stat().st_ino != self._folder_inode:

@@ -48,10 +48,10 @@ def to_requests(
     now: float,
     grammar: TokenGrammar | None = None,
 ) -> list[Request]:
-    """Check a message; return one request per id, its index added to the seed modulo 2**64.
+    """Check a message; return one request per id. Request i has the seed plus i, modulo 2**64.
 
-    The first leads the others. `seed`: for messages without a seed; `grammar`: the message's, compiled. Raise
-    `InvalidRequest`.
+    The first is the `leader` of the rest. `seed`: for messages without a seed; `grammar`: the message's, compiled.
+    Raise `InvalidRequest` or `Unsupported`.
     """
     checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
@@ -85,7 +85,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Return the checked request. Raise `InvalidRequest`, with `prompt_name` for the prompt."""
+    """Return the checked request. Raise `InvalidRequest` or `Unsupported`; texts call the prompt `prompt_name`."""
     sampling = message.sampling
     prompt, limit = _prompt(prompt_name, message.prompt, info), info.max_num_tokens
     max_tokens = limit - len(prompt) if sampling.max_tokens is None else sampling.max_tokens

@@ -94,7 +94,7 @@ class EngineServer:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """Tell all front ends that their requests end with the error, if scheduler or runner are broken."""
+        """Tell all front ends that their requests end with the error. Works with a broken scheduler or runner."""
         self._front_ends.flush()
         self._front_ends.broadcast(messages.Disconnection(messages.ErrorInfo.of(error)))
 

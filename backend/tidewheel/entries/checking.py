@@ -1,4 +1,4 @@
-"""Check of model repository entries by all rules, with file, line and column of each finding."""
+"""Check of model repository entries, with file, line and column of each finding."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class SettingsJudgement(NamedTuple):
 
 
 def judge_settings(entry: Entry) -> SettingsJudgement:
-    """Resolve the settings as the load does, leaving out each refused setting until the rest is accepted."""
+    """Resolve the settings as the load does. Leave out each refused setting until the rest is accepted."""
     parameters, from_json = dict(entry.parameters), dict(entry.model_json)
     problems: list[Problem] = []
     while True:

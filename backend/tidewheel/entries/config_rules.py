@@ -1,4 +1,4 @@
-"""Rules on an entry's folder and `config.pbtxt`. Those of Triton are in its `src/model_config_utils.cc`."""
+"""Rules on an entry's folder and `config.pbtxt`. Triton has its rules in `src/model_config_utils.cc`."""
 
 from __future__ import annotations
 

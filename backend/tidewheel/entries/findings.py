@@ -27,7 +27,7 @@ class Problem(NamedTuple):
 
 
 def error(field: str, message: str, *, right_name: str = "", file: Path | None = None) -> Problem:
-    """Return a problem for which the server refuses the entry, or answers otherwise than the entry says."""
+    """Return a problem: the server refuses the entry, or does otherwise than it says."""
     return Problem("error", field, message, right_name, file)
 
 
@@ -137,8 +137,6 @@ def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field
 
 
 class _Scanner:
-    """Recursive-descent parser of a valid protobuf text."""
-
     def __init__(self, text: str) -> None:
         self._tokens = [token for token in _PBTXT_TOKEN.finditer(text) if token[0][0] != "#"]
         self._next = 0

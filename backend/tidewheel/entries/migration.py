@@ -48,7 +48,7 @@ class Migration(NamedTuple):
 
 
 def migrate(path: Path, model: str = "") -> Migration:
-    """Migrate an entry, or all of a repository, to serve `model` or their own model. Raise `ConfigError`."""
+    """Migrate an entry, or all of a repository. `model`: to serve in place of the old model. Raise `ConfigError`."""
     target = find_target(path)
     entries = [read_entry(target.repository / name) for name in target.names]
     engines = [one for one in entries if one.config.backend == "tensorrtllm" or one.name == TRTLLM_NAME]
@@ -87,7 +87,7 @@ def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
 
 
 def write_in_place(entries: Sequence[NewEntry]) -> list[Path]:
-    """Overwrite the old entries. Raise `ConfigError` for a new entry that replaces several."""
+    """Overwrite the old entries. Raise `ConfigError` if a new entry replaces several old ones."""
     folders = []
     for entry in entries:
         if entry.source is None:

@@ -1,6 +1,6 @@
-"""Errors of requests, from `tidewheel_client.errors`, whose base class is `TidewheelError` here.
+"""Errors of requests, from `tidewheel_client.errors`. `TidewheelError` is their base class, `RequestError`.
 
-`ConfigError` and `PermanentError` are never sent to a client.
+No client receives a `ConfigError` or `PermanentError`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def printable(message: str) -> str:
 
 
 def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
-    """Return cause and remedy, the class docstring's paragraphs. Raise `ConfigError` unless there are two."""
+    """Return the two paragraphs of an error class's docstring. Raise `ConfigError` for another number."""
     paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(cls.__doc__ or "").split("\n\n")]
     if len(paragraphs) != 2:
         raise ConfigError(f"{cls.__name__} has {len(paragraphs)} paragraphs: write a cause and what to do")

@@ -16,7 +16,7 @@ class TimedEvent(NamedTuple, Generic[T]):
 
 
 class EventHeap(Generic[T]):
-    """Heap of timed events. Cancelled events stay until they are due or too many, so a cancel costs nothing."""
+    """Heap of timed events. `is_live` is False for a cancelled event, which the heap drops later."""
 
     def __init__(self, is_live: Callable[[TimedEvent[T]], bool]) -> None:
         self._is_live = is_live
@@ -30,7 +30,7 @@ class EventHeap(Generic[T]):
         return (event.subject for event in self._heap)
 
     def push(self, time: float, subject: T, num_live: int) -> None:
-        """Add an event. `num_live`: an upper bound of the events not cancelled."""
+        """Add an event. `num_live`: upper bound on the live events already in the heap."""
         if len(self._heap) >= 2 * num_live + _SLACK:
             self._heap = [event for event in self._heap if self._is_live(event)]
             heapq.heapify(self._heap)

@@ -1,4 +1,4 @@
-"""Grammars of answers, and the JSON schemas that llguidance follows as a client means them."""
+"""Grammars of answers, and checks of JSON schemas that llguidance would misread."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TokenGrammar:
     num_words: int  # of 32 bits, of a mask
 
     def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
-        """Return a new matcher that has consumed these tokens."""
+        """Return a new matcher that has consumed `token_ids`."""
         copy = self.start.deep_copy()
         copy.consume_tokens(list(token_ids))
         return copy
@@ -123,7 +123,7 @@ def check_options(name: str, schema: object) -> None:
 
 
 def read_plainly(schema: object) -> None:
-    """Rewrite, in place, valid JSON schema that llguidance refuses: counts such as 2.0, and a false `uniqueItems`."""
+    """Rewrite, in place, what llguidance refuses in valid schemas: counts such as 2.0, and a false `uniqueItems`."""
     for part in _parts(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]

@@ -116,7 +116,7 @@ class _Handler(socketserver.StreamRequestHandler):
         return 200 if holds else 503, _JSON, json.dumps(body)
 
     def _read_head(self) -> bytes:
-        """Return the first line of the head. The rest is read too: a reset would overtake the answer."""
+        """Return the first line of the head. Read the rest too: unread bytes reset the connection."""
         first = line = self.rfile.readline(MAX_REQUEST_BYTES)
         left = MAX_REQUEST_BYTES - len(first)
         while left > 0 and line not in (b"\r\n", b"\n", b""):

@@ -47,7 +47,7 @@ class MemoryNeeds(NamedTuple):
 
 
 class ModelJudge:
-    """Check of one model. Public attributes are complete once `problems` is exhausted."""
+    """Check of one model. Iterating `problems` to its end sets the public attributes."""
 
     def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
         self.needs: MemoryNeeds | None = None

@@ -42,7 +42,7 @@ class ArrivalForecast:
 
     @property
     def error(self) -> float:
-        """Sum of recent absolute errors over the sum of arrivals; infinite before enough forecasts."""
+        """Summed absolute error of the last `ERROR_BUCKETS` forecasts, over their arrivals; infinite with fewer."""
         if len(self._errors) < ERROR_BUCKETS:
             return math.inf
         errors = sum(error for error, _ in self._errors)
@@ -98,7 +98,7 @@ class ArrivalBuckets:
         self._count = 0.0
 
     def add(self, now: float, num_arrivals: int) -> list[float]:
-        """Return the arrivals of each bucket that has ended since the last call."""
+        """Take a reading of the counter. Return the arrivals of each bucket that has ended since the last one."""
         if self._last is None:
             self._last, self._end = (now, num_arrivals), now + BUCKET_S
             return []
@@ -115,7 +115,7 @@ class ArrivalBuckets:
 
 
 def bucket_counts(arrivals: Sequence[float]) -> list[float]:
-    """Return arrivals per bucket, for whole seasons. `arrivals`: seconds from the first season's start."""
+    """Return the arrivals in each bucket of whole seasons. `arrivals`: seconds since the first season began."""
     if not len(arrivals):
         return []
     num_buckets = math.ceil((max(arrivals) + 1e-9) / (NUM_BUCKETS * BUCKET_S)) * NUM_BUCKETS

@@ -12,16 +12,16 @@ _MAX_STAIRS = 4
 
 
 class CachedDepths(NamedTuple):
-    """Number of cached leading chunks, for slot s `of_level[levels[s]]`."""
+    """Numbers of a prompt's leading chunks that each replica has cached: `of_level[levels[slot]]`."""
 
     of_level: tuple[int, ...]
     levels: npt.NDArray[np.uint8]
 
 
 class PrefixIndex:
-    """Prompt chunks that each replica (slot) has cached, least recently used first, and the slots of each chunk.
+    """Index of the prompt chunks that each replica has cached, least recently used first.
 
-    A set of slots is the bits of an integer: fast with a thousand replicas.
+    A chunk is a hash of `chunk_hashes`, a slot a replica's index in `Router`.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
@@ -44,7 +44,7 @@ class PrefixIndex:
         del self._stamps[slot]
 
     def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return last-use stamps of the leading chunks that the slot has cached."""
+        """Return the last-use stamp of each leading chunk that the slot has cached."""
         stamps, found = self._stamps[slot], []
         for chunk in chunks:
             if (stamp := stamps.get(chunk)) is None:
@@ -53,9 +53,9 @@ class PrefixIndex:
         return tuple(found)
 
     def depths(self, chunks: Sequence[int], num_slots: int) -> CachedDepths | None:
-        """Return the number of cached leading chunks by slot, or None if all are 0.
+        """Return how many leading chunks each slot has cached, or None if all are 0.
 
-        Beyond `_MAX_STAIRS` different numbers, the smallest count as 0.
+        Numbers other than the `_MAX_STAIRS` largest count as 0.
         """
         stairs = self._stairs(chunks)[-_MAX_STAIRS:]
         if not stairs:
@@ -69,7 +69,7 @@ class PrefixIndex:
         return CachedDepths((0, *(depth for depth, _ in stairs)), levels)
 
     def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (number of leading chunks, bits of slots with at least as many), ascending."""
+        """Return pairs (number of leading chunks, bits of slots with so many or more), ascending."""
         stairs: list[tuple[int, int]] = []
         slots, holders = -1, self._holders
         for depth, chunk in enumerate(chunks):
@@ -82,7 +82,7 @@ class PrefixIndex:
         return [*stairs, (len(chunks), slots)] if chunks else stairs
 
     def touch(self, slot: int, chunks: Sequence[int]) -> int:
-        """Record the use of chunks by a slot, and return its stamp."""
+        """Record the use of chunks by a slot, and return the stamp of this use."""
         self._now += 1
         stamps, holders, bit = self._stamps[slot], self._holders, 1 << slot
         for chunk in reversed(chunks):  # the first chunk, which most prompts share, is forgotten last

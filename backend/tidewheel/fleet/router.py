@@ -38,7 +38,7 @@ class RoutedRequest(Generic[T]):
 
 
 def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
-    """Return the most requests that a replica may have when one joins `num_requests`.
+    """Return the most open requests that a replica may have when a request joins `num_requests` others.
 
     Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
@@ -46,10 +46,10 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
 
 
 class Router(ABC, Generic[T]):
-    """Chooser of a replica for each request. It counts requests from `chosen` to `ended`, in arrays by slot.
+    """Chooser of a replica for each request. A request is open from `chosen` to `ended`.
 
-    A replica keeps its slot from `join` to `leave`. Free slots have infinite `num_open` and `waiting`, so no minimum
-    selects them.
+    A slot is a replica's index in the arrays, from `join` to `leave`. Free slots have infinite `num_open` and
+    `waiting`, so no minimum selects them.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Router(ABC, Generic[T]):
         pass
 
     def _learn(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
-        """Learn from a request's start and from its end."""
+        """Hook of subclasses, called at a request's first token and at its end."""
 
     @abstractmethod
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
@@ -113,7 +113,7 @@ class Router(ABC, Generic[T]):
             self._learn(routed, slot, num_cached_tokens)
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        """Remove a request from the counts. `num_cached_tokens`: unless `started` had it."""
+        """Remove a request from the counts. Pass `num_cached_tokens` here or to `started`."""
         if (slot := self.slot_of(routed)) is None:
             return
         self.num_open[slot] -= 1

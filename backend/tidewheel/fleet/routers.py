@@ -18,7 +18,7 @@ VIRTUAL_NODES = 64  # points per replica
 NEW_FACTOR = 1.0  # load bound of new sessions; old ones may reach LOAD_FACTOR
 RUNNING_WEIGHT = 0.03  # cost of a running token, in prompt tokens: about its share of a step
 MAX_SESSIONS = 1 << 17
-_RING_SEARCH = (64, 1024)  # points searched before the rest: nearly always enough
+_RING_SEARCH = (64, 1024)  # points searched before the rest
 
 
 class HashRing:
@@ -101,9 +101,9 @@ class SessionAffinityRouter(Router[T]):
 class PrefixAwareRouter(SessionAffinityRouter[T]):
     """Router by session, cached prefix and load, all within a load bound.
 
-    A session stays at its last replica; a new session goes by the hash ring, any other request to the least cost:
-    prompt tokens waiting in its class or above, its uncached prompt tokens, and running tokens. A CRITICAL request
-    ignores session and bound, for the fewest prompt tokens before its first token.
+    A session stays at its last replica; a new session goes by the hash ring. Any other request goes to the replica of
+    least cost: prompt tokens waiting in its class or above, its uncached prompt tokens, and running tokens. A
+    CRITICAL request, whatever session and bound, goes where the fewest prompt tokens precede its first token.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
@@ -151,7 +151,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return self._cheapest(request, num_open, bound)
 
     def _first(self, key: str, request: RouteRequest, num_open: Float64Array, bound: int) -> int | None:
-        """Return a new session's slot by the ring, passing over unusually long queues; None without room."""
+        """Return a new session's slot: the first on the ring with room and no unusually long queue, or None."""
         waiting, total = self.waiting[request.priority - 1], self.total_waiting[request.priority - 1]
         most = max(LOAD_FACTOR * float(total) / len(self.slots), request.num_tokens)
         return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
@@ -174,7 +174,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return int(slots[to_do.argmin()])
 
     def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
-        """Return the prompt tokens that each slot has cached, at most all but the last."""
+        """Return how many prompt tokens each slot has cached; the last token never counts."""
         depths = self.prefixes.depths(request.chunks, len(self.names))
         if depths is None:
             return 0.0
@@ -196,10 +196,10 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return routed
 
     def _learn(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
-        """Forget chunks never computed, and evicted chunks, if less of the prompt was cached than indexed.
+        """Forget the chunks of an unstarted request, and chunks that the replica has evicted.
 
-        One missing chunk is no sign, since blocks and chunks end apart, nor is a chunk that another request was
-        computing.
+        It has evicted chunks if two fewer were cached than indexed, unless another request was computing them. One
+        fewer may be rounding to blocks.
         """
         self._unstarted[slot].discard(routed.stamp)
         if not routed.has_started:

@@ -1,6 +1,6 @@
-"""Input and decision of autoscaling policies, and estimates of work.
+"""State of a fleet, from which autoscaling policies decide, and estimates of its work.
 
-Policies are pure: the clock is an argument. Simulator and cluster fill the same `FleetState`.
+Policies read no clock: `FleetState`, which simulator and cluster fill, has the time.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class FleetWork:
 class WorkMeter:
     """Estimates of the fleet's work and a replica's capacity, in tokens/s, from successive states.
 
-    Work is the larger of computed tokens, which fall short while requests wait, and arrivals times a request's
-    tokens, measured while none waits. A replica's capacity is its rate while full.
+    Work is the larger of two rates: computed tokens, which fall short while requests wait, and arrivals times the
+    mean tokens of a request, measured while no request waits. Capacity is the rate of a full replica.
     """
 
     def __init__(self, settings: ScalingSettings) -> None:
@@ -178,7 +178,6 @@ class WorkMeter:
         return FleetWork(asked, tokens_per_request, known or self._capacity.value or 0.0, is_firm)
 
     def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
-        """Average the token rates of full replicas; a newly full replica only raises the average."""
         were_full = {replica.name for replica in before if is_full(self._settings, replica)}
         known = self._capacity.value
         for replica in now:

@@ -15,7 +15,7 @@ _KEPT_QUEUE = 0.25  # share of `waiting_per_replica` that keeps all replicas
 
 
 class ReplicaNeed(NamedTuple):
-    """Range of sufficient replica counts: within `least` to `most` the fleet stays."""
+    """Replica counts at which the fleet stays as it is: `least` to `most`."""
 
     least: int
     most: int
@@ -44,7 +44,7 @@ def current_need(settings: ScalingSettings, state: FleetState, work: FleetWork) 
     ]
     if work.replica_tokens_per_s:
         by_work = _need_of(settings, work.tokens_per_s / work.replica_tokens_per_s)
-        if not work.is_firm:  # a rough capacity keeps replicas that a queue called for, and asks for no more
+        if not work.is_firm:  # a rough capacity keeps replicas, and asks for none
             by_work = ReplicaNeed(0, min(by_work.most, state.num_replicas))
         needs.append(by_work)
     return ReplicaNeed(max(need.least for need in needs), max(need.most for need in needs))
@@ -55,9 +55,9 @@ def _need_of(settings: ScalingSettings, num_full: float) -> ReplicaNeed:
 
 
 def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
-    """Return one replica per `waiting_per_replica` requests, one more for a late class, at most twice as many.
+    """Return one replica per `waiting_per_replica` waiting requests, or one more than are ready for a late class.
 
-    All replicas stay while a quarter of that many requests wait.
+    The ready replicas double at most, and stay while each has a quarter of `waiting_per_replica`.
     """
     ready = len(state.ready)
     queues = state.num_waiting / settings.waiting_per_replica
@@ -68,7 +68,7 @@ def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
 
 
 class Hysteresis:
-    """Damping of replica counts: raised at once, lowered after fewer were enough for long."""
+    """Damping of replica counts: a count rises at once, and falls once fewer sufficed for long."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -78,13 +78,13 @@ class Hysteresis:
         self._most = SlidingMaximum(settings.scale_down_after_s)
 
     def settle(self, state: FleetState, need: ReplicaNeed, hold_s: float) -> int:
-        """Return the decision: fewer replicas once they were enough for `hold_s`, at most `scale_down_after_s`."""
+        """Return the replica count, which falls once fewer sufficed for `hold_s` (at most `scale_down_after_s`)."""
         settings, now = self._settings, state.now
         if self._target is None:
             self._target, self._since = settings.clamp(state.num_replicas), now
             self._num_arrivals = state.num_arrivals
             if state.num_replicas:
-                self._last_request = now  # keeps a fleet without requests for a while
+                self._last_request = now  # start of `idle_to_zero_s`
         if state.num_unfinished or state.num_arrivals > self._num_arrivals:
             self._last_request = now
         self._num_arrivals = state.num_arrivals
@@ -118,14 +118,14 @@ def _ceil(value: float) -> int:
 
 
 class PredictiveScaling(ReactiveScaling):
-    """Policy that scales for the arrivals forecast within a replica's start-up time, and for the current work.
+    """Policy that scales for the current work, and for the arrivals forecast until a new replica would be ready.
 
-    Decides as `ReactiveScaling` before a full season, while the recent error is large, or the capacity unknown.
-    Otherwise it scales down sooner, since replicas needed again by then are forecast.
+    It decides as `ReactiveScaling` in the first season, after bad forecasts, and while the capacity is unknown.
+    Otherwise it scales down sooner, since the forecast shows which replicas will be needed again.
     """
 
     def __init__(self, settings: ScalingSettings, history: Iterable[float] = ()) -> None:
-        """`history`: arrivals of earlier buckets; the last bucket ends with the first state."""
+        """`history`: arrivals in each bucket up to the first state."""
         super().__init__(settings)
         self._lead = math.ceil(settings.startup_s / BUCKET_S) + 1  # the current bucket, and the start
         self._buckets = ArrivalBuckets()
@@ -202,7 +202,7 @@ def check_scaling(name: str) -> None:
 
 
 def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] = ()) -> ScalingPolicy:
-    """Return a policy. `history`: arrival times of past days, for `predictive`. Raise `ConfigError`."""
+    """Return a policy. `history`: arrival times (s) of past days, for `predictive`. Raise as `check_scaling`."""
     check_scaling(name)
     if name == "predictive":
         return PredictiveScaling(settings, bucket_counts(history))

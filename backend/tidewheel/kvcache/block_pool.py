@@ -11,12 +11,12 @@ class BlockPool:
     """Blocks ``0 … num_blocks - 1``, each in one of four states:
 
         in use    ``ref_count > 0``; once full and computed it has a hash, is never written again and may be shared
-        kept      ``ref_count == 0`` with a keeper; not evicted
+        kept      ``ref_count == 0``, but after `keep`: not evicted until `release`
         cached    ``ref_count == 0`` with a hash: `lookup` finds it, `allocate` may evict it
         empty     ``ref_count == 0`` without a hash
 
-    The host tier's slots are blocks, in use until copied. Empty blocks are taken first, then cached ones are evicted,
-    least recently used first.
+    The host tier has its own pool, with blocks in use until copied. Empty blocks are taken first, then cached ones
+    are evicted, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -58,7 +58,7 @@ class BlockPool:
         return taken
 
     def insert(self, block_hash: bytes) -> int | None:
-        """Take a block for new content; None if all are in use."""
+        """Take a block and give it a hash; None if no block is free."""
         if block_hash in self._blocks:
             raise InternalError("a content would be in two blocks")
         taken = self.allocate(1)
@@ -141,7 +141,7 @@ class BlockPool:
                 hashes[block_id] = block_hash
 
     def drop(self, block_hash: bytes | None) -> None:
-        """Forget a content; its block, if free, is evicted first."""
+        """Remove a hash; its block, if free, is taken next."""
         if block_hash is None or block_hash not in self._blocks:
             return
         block_id = self._blocks.pop(block_hash)
@@ -179,4 +179,4 @@ class BlockPool:
 
     def _unlink(self, block_id: int) -> None:
         if self._cached.pop(block_id, None) is None:
-            self._empty.remove(block_id)  # rare, of few: a row takes over the tail of a session
+            self._empty.remove(block_id)  # rare: a row takes over a session's tail

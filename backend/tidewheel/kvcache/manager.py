@@ -16,7 +16,7 @@ from tidewheel.stats import EngineStats
 
 
 class FreedBlockCounter:
-    """Counter of blocks that are freed if several rows leave, without blocks in `kept`."""
+    """Counter of blocks, other than `kept`, that become free if several rows leave."""
 
     def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: Collection[int]) -> None:
         self._ref_count = ref_count
@@ -89,7 +89,7 @@ class KVCacheManager:
         return tuple(self._tables[row])
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the leader's computed prompt, without its last token, as a cached prefix for a follower."""
+        """Return the prompt in `leader_row`, without its last token, as a hit for another sequence of the request."""
         if leader_row in self.transfers.arrivals:
             return NO_HIT
         num_tokens, table = request.num_prompt_tokens - 1, self._tables[leader_row]
@@ -99,7 +99,7 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return how many free blocks are lacking, with `keep_free` in reserve and a cached tail copied."""
+        """Return how many free blocks a new row lacks beside a reserve of `keep_free`; 0 or less: none."""
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
@@ -108,7 +108,7 @@ class KVCacheManager:
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
         """Give a new row the cached prefix and new blocks; return False, without effect, if blocks are short.
 
-        A session loses its tail if no block is left for the copy.
+        The row copies a session's partial last block (tail), or takes it over if no block is left.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")

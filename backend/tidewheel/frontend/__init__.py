@@ -1,1 +1,1 @@
-"""Tokenisation, stop strings, chat templates and delivery of text. Imports without torch."""
+"""Tokenisation, stop strings, chat templates and delivery of text, without torch."""

@@ -31,8 +31,8 @@ _NOTHING = _Claim(0, 0)
 class AdmissionGate:
     """Gate that keeps a front end from overfilling the engine's waiting set. Thread-safe, O(1) per request.
 
-    While the waiting set is full, the gate refuses requests or, if it `holds`, blocks the server's queue instead.
-    Then requests count from submission, and no more enter while a request that the engine refused is held.
+    While the waiting set is full, `claim` refuses requests. With `holds`, `wait` blocks the server's queue instead:
+    requests count from submission, and while a request that the engine refused is held, no more enter.
     """
 
     def __init__(self, *, holds: bool = False) -> None:
@@ -47,7 +47,7 @@ class AdmissionGate:
         self._is_closed = False
 
     def enter(self, key: int) -> None:
-        """Count a submitted request, if the gate `holds`."""
+        """Count a submitted request. Without `holds`, do nothing."""
         if self.holds:
             with self._changed:
                 self._count(key, _Claim(1, 0))
@@ -61,7 +61,7 @@ class AdmissionGate:
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
-        """Keep a request that the engine refused until `release`. Return False unless the gate `holds`."""
+        """Keep, for `release`, a request that the engine refused. Without `holds`, only return False."""
         with self._changed:
             if self.holds:
                 self._held[message.key] = _Claim.of(message)
@@ -83,7 +83,7 @@ class AdmissionGate:
                 self._changed.wait_for(lambda: self._is_closed or (not self._held and self._fits(_Claim(1, 1))))
 
     def set_room(self, room: Room | None) -> None:
-        """Update from the engine's report. None: a new engine, whose waiting set is empty."""
+        """Replace the engine's last report. None: a new engine, whose waiting set is empty."""
         with self._changed:
             if room is not None:
                 self._room = room

@@ -1,8 +1,8 @@
-"""Control tokens, which structure a prompt: a template may write them, and messages may not.
+"""Control tokens, which structure a prompt: only the chat template may write them, messages may not.
 
 Text of a message that spells a control token is encoded as plain text, in three steps. Random marks replace such text
-before the template runs. Their places in its output are the plain spans, where the text is put back. Then the
-template's control tokens get private names, and a second tokenizer that knows only these names encodes the prompt.
+before the template runs. In its output, the text replaces the marks again, at places called plain spans. Then the
+template's control tokens get random names, and a second tokenizer that knows only these names encodes the prompt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _RenamedTokenizer(NamedTuple):
 def _longest_of(texts: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of different `texts`.
 
-    No two alternatives begin with the same character, so that a search tries few of them.
+    Alternatives begin with different characters: a search tries few.
     """
     alternatives = []
     # In reverse, so that an empty rest comes last.
@@ -92,7 +92,7 @@ class ControlTokens:
         return spans if becomes_control else ()
 
     def risky_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the spans that spell a control token, or, at either end of the text, a part of one."""
+        """Return the spans that spell a control token, or a part that text before or after could complete."""
         spans = [match.span() for match in self._pattern.finditer(text)]
         if not spans and self._normalizer is not None and self._find_controls(text):
             return [(0, len(text))]
@@ -105,7 +105,7 @@ class ControlTokens:
 
     @functools.cached_property
     def renamed(self) -> _RenamedTokenizer:
-        """Tokenizer that `encode` uses, made in up to seconds."""
+        """Tokenizer of `encode`. The first access may take seconds."""
         nonce = secrets.token_hex(8)
         state = json.loads(self._tokenizer.backend.to_str())
         names = {text: f"<{nonce}-{self._added[text]}>" for text in self._texts}
@@ -119,7 +119,7 @@ class ControlTokens:
         return _RenamedTokenizer(Tokenizer(backend, vocab_size=self._tokenizer.vocab_size), names, ids, counted)
 
     def encode(self, text: str, plain: Spans, *, add_special_tokens: bool) -> Int32Array:
-        """Return token ids [num_tokens] int32. Raise `InvalidRequest` if a plain span makes a control token."""
+        """Return token ids [num_tokens] int32. Raise `InvalidRequest` if a plain span becomes a control token."""
         tokenizer, names, ids, counted = self.renamed
         parts, written, begin = [], [], 0
         for start, end in (*plain, (len(text), len(text))):
@@ -149,7 +149,7 @@ class ControlTokens:
 
 
 class _Marks:
-    """Random marks that replace a conversation's risky spans while the template runs."""
+    """Random marks in place of a conversation's `risky_spans` while the template runs."""
 
     def __init__(self, risky_spans: Callable[[str], list[tuple[int, int]]]) -> None:
         self.texts: list[str] = []  # what each mark stands for

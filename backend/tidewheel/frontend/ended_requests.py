@@ -1,4 +1,4 @@
-"""Ended requests, their log, and the queue in front of a slow log or trace collector."""
+"""Records of ended requests, their log, and the queue to a slow log or trace collector."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def milliseconds(begin_ns: int, end_ns: int) -> float | None:
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """Figures and labels of a request that has ended, by the log's names, without prompt and output."""
+    """Figures and labels of an ended request, named as in the log, without prompt and output."""
 
     request_id: str
     stages: Stages
@@ -61,7 +61,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
     tag: str | None = None  # of the error
     client_cancelled: bool = False
     prompt_tokens: int = 0
-    cached_tokens: int | None = None  # None: it ended before figures of the engine came
+    cached_tokens: int | None = None  # None: unknown
     output_tokens: int = 0
     sequences: int = 1
     responses: int = 0
@@ -196,7 +196,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 class EventQueue:
     """Bounded queue of ended requests in front of a slow consumer.
 
-    `put` never waits. A thread passes events on, every `FLUSH_S` and at the end. Dropped events are logged.
+    `put` never waits. A thread calls `consume` every `FLUSH_S` seconds and at `close`, and logs how many were lost.
     """
 
     def __init__(self, name: str, consume: Callable[[list[EndedRequest]], None]) -> None:

@@ -52,7 +52,7 @@ class Frontend:
         on_ended: Callable[[EndedRequest], None] | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Call `on_idle` before the last response of the last live request, `on_ended` after each request."""
+        """`on_idle` is called before the last response of the last live request, `on_ended` after each request."""
         self._settings = settings
         self._gate = gate
         self._on_idle = on_idle
@@ -66,7 +66,7 @@ class Frontend:
         self._drained_by: TidewheelError | None = None  # as long as the engine refuses new requests
 
     def start(self, info: EngineInfo, reader: RequestReader, engine: EngineClient) -> None:
-        """Serve requests with a ready engine. `close` closes the reader, too."""
+        """Serve requests with a ready engine. `close` also closes `reader`."""
         self._reader = reader
         self._tenants = info.tenants
         self._engine = engine
@@ -110,7 +110,7 @@ class Frontend:
         self._gate.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
-        """End live and later requests with the error."""
+        """End live and later requests with `error`, by default `Draining`."""
         with self._lock:
             if self._closed_by is not None:
                 return
@@ -196,7 +196,6 @@ class Frontend:
         return last_ns
 
     def _count_tokens(self, request: LiveRequest, num_tokens: int, last_ns: int, now_ns: int) -> None:
-        """Count by the time since the sequence's last token, for the first since the arrival."""
         if request.has_output:
             self._recorder.tokens(num_tokens, (now_ns - last_ns) * 1e-9 if last_ns else None)
             return
@@ -223,7 +222,7 @@ class Frontend:
         self._send_held()
 
     def on_drain(self) -> None:
-        """End the requests that the engine does not have, because it takes no more."""
+        """End the requests that have not reached the engine, which takes no more."""
         with self._lock:
             self._drained_by = error = Draining(_SHUTTING_DOWN)
             left = [request for request in self._live.values() if not request.is_at_engine]
@@ -247,7 +246,7 @@ class Frontend:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End a request past its deadline; an engine that knows the deadline gets a little time to end it."""
+        """End a request past its deadline; give an engine that knows the request `_DEADLINE_GRACE_NS` to end it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
             request.expires_ns = request.deadline_ns + _DEADLINE_GRACE_NS

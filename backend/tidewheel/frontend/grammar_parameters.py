@@ -75,7 +75,7 @@ def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
 
 
 def _is_given(name: str, value: object) -> bool:
-    """Return whether a value asks for a grammar. An empty grammar does, and is refused."""
+    """Return whether a value asks for a grammar. For `_NEVER_EMPTY`, an empty value does, and is refused."""
     return value is not None if name in _NEVER_EMPTY else not _is_off(value)
 
 

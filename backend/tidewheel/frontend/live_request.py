@@ -28,13 +28,13 @@ from tidewheel.request_options import RequestOptions
 _SLOT_BITS = 20
 _SLOTS = (1 << _SLOT_BITS) - 1
 _FIRST_SLOTS = 256
-_WIDTH = 32  # tokens of a row before they spill into a list
+_WIDTH = 32  # tokens of a request before they spill into a list
 _NO_KEY = -1
 _FEW = 8  # requests of a step
 
 
 class Sink(Protocol):
-    """Receiver of a request's responses, called by one thread at a time, up to the last `send` or `fail`."""
+    """Receiver of a request's responses. One thread at a time calls `send` or `fail`, up to the last response."""
 
     def send(self, response: Response) -> None: ...
 
@@ -92,7 +92,7 @@ class LiveRequest:
         return bool(self._deltas)
 
     def attach(self, prepared: PreparedRequest) -> None:
-        """Set the engine message. Without streaming and stop strings, output is sent only at the end."""
+        """Attach what the reader prepared. Without streaming and stop strings, output is sent only at the end."""
         with self._lock:
             self.prepared = prepared
             if prepared.message is not None:
@@ -131,7 +131,7 @@ class LiveRequest:
             return (ending is not None or (is_first and self.wants_chunks)) and self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
-        """Set the ending unless there is one. Return True, once, if the engine must drop the request."""
+        """Set the ending if it is the first. Return True, at most once, if the engine must drop the request."""
         with self._lock:
             if self._ending is None:
                 self._ending = ending
@@ -184,9 +184,9 @@ class LiveRequest:
 
 
 class TokenColumns:
-    """New tokens of open requests as arrays, one slot per request. Thread-safe.
+    """New tokens of open requests, in arrays with one index (slot) per request. Thread-safe.
 
-    The low bits of a key are the request's slot. The others are unique, so tokens of closed requests find no slot.
+    The low bits of a request's key are its slot, the others a serial number: tokens of closed requests find no slot.
     """
 
     def __init__(self) -> None:
@@ -224,14 +224,14 @@ class TokenColumns:
                 self._free.append(slot)
 
     def await_tokens(self, key: int, *, has_output: bool = False) -> None:
-        """Make `due` return the key once it has output."""
+        """Let `due` return the key as soon as its request has output."""
         slot = key & _SLOTS
         with self._lock:
             self._is_awaited[slot] = self._keys.item(slot) == key
             self._has_output[slot] |= has_output and self._is_awaited[slot]
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Add one token per key. Return seconds since each key's last token, and the keys of first tokens."""
+        """Add one token per key. Return seconds since the previous token, for keys with one, and the other keys."""
         if len(keys) <= _FEW:
             return self._add_few(keys.tolist(), token_ids.tolist(), now_ns)
         with self._lock:
@@ -251,7 +251,6 @@ class TokenColumns:
         return (now_ns - since_ns[~is_first]) * 1e-9, keys[is_first].tolist()
 
     def _add_few(self, keys: list[int], token_ids: list[int], now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Add tokens one by one, which for a few is faster than numpy."""
         seconds, first = [], []
         with self._lock:
             for key, token_id in zip(keys, token_ids, strict=True):
@@ -272,13 +271,13 @@ class TokenColumns:
         return np.array(seconds, np.float64), first
 
     def note_output(self, key: int) -> None:
-        """Mark a key as having output that is not in these arrays."""
+        """Mark that a request has output outside these arrays."""
         slot = key & _SLOTS
         with self._lock:
             self._has_output[slot] = self._keys[slot] == key
 
     def note_token(self, key: int, now_ns: int) -> int:
-        """Record the time of a token outside these arrays. Return the time of the last token, or 0."""
+        """Record the time of a token outside these arrays. Return the previous token's time (ns), or 0."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys[slot] != key:
@@ -287,7 +286,7 @@ class TokenColumns:
             return since_ns
 
     def take(self, key: int, now_ns: int) -> list[int]:
-        """Remove and return a request's new tokens, sent at `now_ns`."""
+        """Remove and return a request's new tokens, to be sent at `now_ns`."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys.item(slot) != key:
@@ -301,7 +300,7 @@ class TokenColumns:
             return taken
 
     def due(self, before_ns: int) -> list[int]:
-        """Return keys of awaited requests that have output and were last sent before `before_ns`, oldest first."""
+        """Return, and await no more, keys with output and no `take` after `before_ns`, the earliest `take` first."""
         with self._lock:
             slots = (self._is_awaited & self._has_output).nonzero()[0]
             if not len(slots):
@@ -317,7 +316,7 @@ class TokenColumns:
         return int(np.count_nonzero(self._is_awaited))
 
     def next_taken_ns(self) -> int | None:
-        """Return when the longest unsent of the awaited keys with output was last sent, or None."""
+        """Return the time of the last `take` of the key that is first in `due`, or None."""
         with self._lock:
             taken_ns = self._taken_ns[self._is_awaited & self._has_output]
         return int(taken_ns.min()) if len(taken_ns) else None

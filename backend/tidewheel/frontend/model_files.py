@@ -35,7 +35,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def read_overrides(text: str) -> dict[str, Any]:
-    """Return fields of `SamplingParams`. Raise `ConfigError`."""
+    """Return the `SamplingParams` fields in a JSON text. Raise `ConfigError`."""
     name = "override_generation_config"
     values = parse_object(text, name)
     for key in values:

@@ -64,11 +64,11 @@ class StopChecker:
         self.is_hit = False
 
     def may_change(self, text: str) -> bool:
-        """Return whether `push` may shorten the text."""
+        """Return whether `push` may return a different text."""
         return bool(self._held) or not self._first_chars.isdisjoint(text)
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Return text up to a stop string, withholding an end that may begin one. Without `may_stop`, never stop."""
+        """Return text up to a stop string; withhold an end that may begin one. Without `may_stop`, find none."""
         if self.is_hit:
             return ""
         if not self.may_change(text):
@@ -87,7 +87,7 @@ class StopChecker:
         return text
 
     def _find(self, buffer: str) -> tuple[int, int] | None:
-        """Return (end, begin) of the stop string that ends first; of several, the longest."""
+        """Return (end, begin) of the stop string that ends first; at equal ends, of the longest."""
         num_held, found = len(self._held), []
         for string in self._strings:
             begin = buffer.find(string, max(num_held + 1 - len(string), 0))
@@ -131,7 +131,7 @@ class OutputStream:
             self.finish_reason = FinishReason.STOP.value
 
     def end(self, finish_reason: str) -> None:
-        """Set the finish reason, unless there is one, and emit withheld text."""
+        """Set the finish reason and emit withheld text, unless the sequence has finished."""
         if self.finish_reason is None:
             self.finish_reason = finish_reason
             held = "" if self._detokenizer is None else self._detokenizer.flush()

@@ -1,8 +1,7 @@
 """Process that turns prompts into token ids and tries grammars. Jobs and answers are messages on a socket.
 
-A chat template is a program and a tokenizer a set of patterns, both from a model's folder. Some need hours or all
-memory for some texts, a client's grammar may exhaust the stack, and none can be interrupted. The kernel ends this
-process when a job overruns its limits.
+A model's chat template is a program and its tokenizer a set of patterns, which may need hours or all memory for some
+texts. A client's grammar may exhaust the stack. The kernel ends this process when a job overruns its limits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler
 
 _CPU_STEP = 512 << 10  # bytes
 
-# Patterns that try every division of a run overrun the limit with short runs, quadratic ones with long runs.
+# Exponential patterns overrun the limit with short runs, quadratic ones with long runs.
 _RUNS = ("a", "A", "0", " ", "\n", ".", "-", "_", "é", "日", "🎉", "a ", "a1", "\n ")
 _RUN_LENGTHS = (60, 5_000)
 _CONVERSATIONS = (["user"], ["system", "user"], ["system", *["user", "assistant"] * 20, "user"])
@@ -54,7 +53,7 @@ class EncodeJob(_Message, frozen=True):
 
 
 class TokenizeJob(_Message, frozen=True):
-    """Job of vLLM's call `tokenize`, answered by its JSON."""
+    """Job of vLLM's call `tokenize`. The answer's text is the call's JSON."""
 
     prompt: EncodeJob
     max_model_len: int
@@ -73,7 +72,7 @@ Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    text: str = ""  # of a process that starts, its work; empty: it serves
+    text: str = ""  # while the process starts, its work; then empty
     plain: Spans = ()  # of a prompt: text of messages that must make no special token
     token_ids: bytes = b""  # little-endian int32
     error: ErrorInfo | None = None
@@ -100,7 +99,7 @@ class PromptLimits(NamedTuple):
 
 
 class JobRunner:
-    """Runner of jobs, without limits. Methods raise `InvalidRequest` or `Unsupported`."""
+    """Runner of jobs; its process sets the limits. Methods raise `InvalidRequest` or `Unsupported`."""
 
     def __init__(self, folder: TokenizerFolder) -> None:
         """Load a folder's tokenizer and chat template. Raise `ConfigError`."""
@@ -127,7 +126,7 @@ class JobRunner:
                 return Answer(source)
 
     def prepare(self, job: Job) -> None:
-        """Make shared parts once, outside of the limit of a job."""
+        """Make what all jobs of this kind need, before the job's limit begins."""
         match job:
             case GrammarTrial():
                 self._compiler.prepare()
@@ -135,7 +134,7 @@ class JobRunner:
                 _ = self._controls.renamed
 
     def try_out(self) -> Iterator[str]:
-        """Encode and render odd inputs. Yield the name of each part. Raise `ConfigError`."""
+        """Encode and render odd inputs. Yield the name of each part before its trial. Raise `ConfigError`."""
         yield "its vocabulary"
         self._compiler.prepare()
         yield "its tokenizer"
@@ -176,7 +175,7 @@ def main() -> None:
     path, vocab_size, max_prompt_bytes, memory_mb, trial_s, job_s, grammar_s, *trial = sys.argv[1:]
     folder = TokenizerFolder(Path(path), int(vocab_size), int(max_prompt_bytes))
     limits = PromptLimits(int(memory_mb), float(trial_s), float(job_s), float(grammar_s))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, whose socket then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, and thereby this process
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_mb << 20, limits.memory_mb << 20))
     protect_texts()
     with Connection(0) as connection:

@@ -46,7 +46,7 @@ class PromptWorkers:
         self._lock = threading.Lock()
         self._count = count
         self._workers = {0: _Worker(folder, self._limits, is_trial=True)}
-        # Single jobs go to the first process, which has read the vocabulary of grammars.
+        # A lone job goes to the first process, which has read the grammars' vocabulary.
         self._idle: LifoQueue[int] = LifoQueue()
         for index in reversed(range(count)):
             self._idle.put(index)
@@ -58,12 +58,12 @@ class PromptWorkers:
             self._worker(index)
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        """Return token ids [num_tokens] int32. Plain spans make no special token."""
+        """Return token ids [num_tokens] int32. Plain spans become no special tokens. Raise as `run`."""
         found = self.run(EncodeJob(text, add_special_tokens, plain))
         return np.frombuffer(found.token_ids, dtype="<i4").astype(np.int32, copy=False)
 
     def run(self, job: Job) -> Answer:
-        """Return the answer to a job. Raise `InvalidRequest`, `InternalError`, `Unsupported` or `Draining`."""
+        """Return a job's answer. Raise its error, `InvalidRequest` beyond limits, `InternalError` or `Draining`."""
         index = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):

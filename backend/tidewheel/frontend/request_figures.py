@@ -43,7 +43,7 @@ def token_bounds(limit: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class FrontendStats:
-    """Counters, where ``num_received`` is the sum of live, finished, rejected and failed requests, and histograms."""
+    """Counters and histograms. ``num_received`` is the sum of live, finished, rejected and failed requests."""
 
     num_received: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
@@ -78,13 +78,16 @@ class StatsRecorder:
             self._stats.num_received += 1
 
     def single_tokens(self, seconds: Float64Array) -> None:
-        """Count tokens that came alone, by seconds since the sequence's last."""
+        """Count single tokens. `seconds` [num_tokens]: since the previous token of the same sequence."""
         with self._lock:
             self._stats.num_generation_tokens += len(seconds)
             self._stats.inter_token_latency.observe_all(seconds)
 
     def tokens(self, num_tokens: int, seconds: float | None, num_prompt_tokens: int = 0) -> None:
-        """Count tokens that came together. None: first of a later sequence. Prompt tokens come with the first."""
+        """Count tokens that came together, `seconds` after the sequence's previous token (None: they are its first).
+
+        A request's first tokens come with `num_prompt_tokens`, `seconds` after arrival.
+        """
         with self._lock:
             self._stats.num_generation_tokens += num_tokens
             self._stats.num_prompt_tokens += num_prompt_tokens
@@ -96,7 +99,7 @@ class StatsRecorder:
     def finished(
         self, first: OutputChunk, seconds: float, num_output_tokens: Sequence[int], priority: int = Priority.NORMAL
     ) -> None:
-        """Count a finished request, `seconds` after its arrival, by its first sequence's last chunk."""
+        """Count a finished request. `first`: last chunk of the first sequence; `seconds`: since arrival."""
         with self._lock:
             self._stats.finished[first.finish_reason or ""] += 1
             if first.stats is not None and first.stats.first_scheduled_ns:
@@ -117,7 +120,7 @@ class StatsRecorder:
                 self._stats.in_time[name] += is_in_time
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
-        """Count a failed request; `refused_after`: seconds from arrival to a refusal."""
+        """Count a failed or rejected request. `refused_after`: seconds since arrival, if it was refused."""
         with self._lock:
             is_rejection = error.tag in REJECTION_TAGS and not had_output
             (self._stats.rejected if is_rejection else self._stats.failed)[error.tag] += 1

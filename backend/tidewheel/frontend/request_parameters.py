@@ -1,4 +1,4 @@
-"""A request, and its parameters from all carriers: checked, by their own names, in structs."""
+"""Request of a client, and its parameters from all sources: checked, and read into structs."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def parse_parameters(
 
 
 def read_urgency(request: GenerateRequest, tenants: Mapping[str, TenantLimits]) -> RequestOptions:
-    """Return granted class, tenant, deadlines and session. `parse_parameters` refuses malformed values later."""
+    """Return granted class, tenant, deadlines and session; defaults if `parse_parameters` will refuse a value."""
     sources = [
         ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
         for source in request.parameters
@@ -283,7 +283,7 @@ def _collect(sources: Sequence[ParameterSource]) -> dict[str, _GivenValue]:
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Return whether a value asks for nothing. Raise for an unknown parameter or an absent feature."""
+    """Return whether a value asks for nothing. Raise `InvalidRequest` (unknown parameter) or `Unsupported`."""
     if key in COERCIONS or key in ALIASES:
         return False
     feature = ABSENT.get(key)

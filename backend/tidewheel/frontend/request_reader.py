@@ -41,13 +41,13 @@ class PreparedRequest(NamedTuple):
 class MessageMaker:
     """Maker of engine messages and of the objects that collect their output. Thread-safe.
 
-    Without a tokenizer, there is no text.
+    Without a tokenizer, output is token ids only.
     """
 
     def __init__(
         self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
     ) -> None:
-        """Without `defaults`, requests sample as the model says."""
+        """Without `defaults`, take those of the model's folder."""
         self._info = info
         self._tokenizer = tokenizer
         self.defaults = defaults or GenerationDefaults.load(Path(info.model))
@@ -102,12 +102,12 @@ class MessageMaker:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _source_of(self, grammar: Grammar) -> str:
-        """Return what compiles. Raise `InvalidRequest` or `Unsupported`."""
+        """Return the text that the engine compiles. Raise `InvalidRequest` or `Unsupported`."""
         return to_source(grammar)
 
 
 class RequestReader(MessageMaker):
-    """Reader of client requests, which makes tokens and tries grammars by an encoder. Thread-safe."""
+    """Reader of client requests. `encoder` makes their tokens and tries their grammars. Thread-safe."""
 
     def __init__(
         self,

@@ -24,9 +24,9 @@ Attributes = dict[str, str | bool | int | float | list[str]]
 
 
 class RequestSpans:
-    """Exporter of spans of each request and its stages, on a thread of its own.
+    """Exporter of one span per request and per stage, on a thread of its own.
 
-    The exporter reads the standard environment variables `OTEL_…`. A collector that does not answer costs spans only.
+    The exporter reads the standard environment variables `OTEL_…`. A dead collector costs only spans.
     """
 
     name = "otlp_traces_endpoint"

@@ -34,7 +34,7 @@ _Heap = list[tuple[int, int, LiveRequest]]  # order, key (by arrival), request
 
 
 class Workers(Generic[T]):
-    """Threads that call `work` with each result of `take`, until it returns None."""
+    """Threads that call `work` with each result of `take`, until `take` returns None."""
 
     def __init__(self, name: str, count: int, take: Callable[[], T | None], work: Callable[[T], None]) -> None:
         self._take = take
@@ -63,7 +63,7 @@ class Workers(Generic[T]):
 class Watcher:
     """Thread that calls `expire` at deadlines and `cancel` when a client is gone, every `interval_s`.
 
-    To ask Triton about a client takes about 100 µs, so sweeps get a bounded share of the thread's time.
+    To ask Triton about a client takes some 100 µs, so sweeps get a bounded share of time.
     """
 
     def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
@@ -117,8 +117,8 @@ class Watcher:
 class PromptQueue:
     """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
 
-    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`. Each `_AGEING_NS` lifts one class.
-    Long prompts and grammars leave one thread to others.
+    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`. A request rises one class for each
+    `_AGEING_NS` that it waits. Long prompts and grammars leave one thread to short prompts.
     """
 
     def __init__(self, max_prompt_bytes: int, num_threads: int) -> None:
@@ -183,7 +183,7 @@ class ResponseSenders:
     """Threads that send responses. A turn sends all new output of a request as one response.
 
     A request has one turn at a time, so its responses keep their order. First tokens and ends go first, then streams
-    whose last turn is an interval ago: 0 while the senders can send every token alone, at most the setting's.
+    whose last turn is an interval ago. The interval is 0 while senders keep up, and at most `stream_interval_ms`.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ResponseSenders:
         columns: TokenColumns,
         answer: Callable[[LiveRequest, int], None],
     ) -> None:
-        """Call `answer` with a request and the time of its turn."""
+        """A turn calls `answer(request, begin_ns)`."""
         self._live = live
         self._columns = columns
         self._answer = answer

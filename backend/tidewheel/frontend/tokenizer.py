@@ -21,7 +21,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 
 
 class Tokenizer:
-    """Thread-safe tokenizer from `tokenizer.json`. `vocab_size` is the model's."""
+    """Thread-safe tokenizer from `tokenizer.json`. `vocab_size` is the model's, not the file's."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, vocab_size: int, named_tokens: dict[str, str] | None = None
@@ -94,7 +94,7 @@ class Tokenizer:
 class Detokenizer:
     """Incremental detokenizer of one sequence: its text is the joined results of `push` and `flush`.
 
-    Each call decodes the new tokens, after the last emitted ones where a space may depend on them.
+    Each call decodes the new tokens, together with the last emitted ones if a space may depend on these.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: _Ids = (), *, skip_special_tokens: bool = True) -> None:

@@ -56,10 +56,10 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ledger:
-    """Use of every API key, in memory or in a file that all workers share. Rows are never removed."""
+    """Records of each API key's use, in memory or in a file that all workers share. None is ever removed."""
 
     def __init__(self, path: Path | None = None, worker: int = 0) -> None:
-        """Open the file; reset the open requests that this worker's former process left."""
+        """Open the file. Zero this worker's open requests, which an earlier process may have left."""
         self.worker = worker
         descriptor = os.memfd_create("ledger") if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, _OFFSET + MAX_KEYS * _ROW.itemsize)
@@ -79,7 +79,7 @@ class Ledger:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def rows(self, hashes: Sequence[str]) -> Iterable[Any]:
-        """Return the row of each key's hash, a new one if unknown. Raise `ConfigError` beyond `MAX_KEYS`."""
+        """Return the record of each hash, a new one if unknown. Raise `ConfigError` beyond `MAX_KEYS`."""
         with self.locked():
             count = int(self._count[0])
             known = {text: index for index, text in enumerate(self._rows["sha256"][:count].tolist())}
@@ -92,7 +92,7 @@ class Ledger:
 
 
 class Account:
-    """API key and its use; without a key, unlimited."""
+    """API key and its use. Without a key there are no limits."""
 
     def __init__(self, key: ApiKey | None, ledger: Ledger, record: Any = None) -> None:
         self.key = key

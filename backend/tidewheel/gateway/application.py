@@ -154,7 +154,7 @@ class Gateway:
         return _error_response(http, error)
 
     async def _beside(self, size: int, work: Callable[[], T]) -> T:
-        """Call `work`; for large `size` in a thread, one at a time, because it holds the GIL."""
+        """Call `work`; beyond `_LARGE` bytes in a thread, one call at a time, because `work` holds the GIL."""
         if size <= _LARGE:
             return work()
         async with self._large:
@@ -182,9 +182,9 @@ class Gateway:
         write: Callable[[int, R], bytes],
         end: Callable[[], bytes] = bytes,
     ) -> web.StreamResponse:
-        """Stream the answer. An error before the first response becomes the whole answer.
+        """Stream the answer. Raise `RequestError` only before the first response, send later ones in the stream.
 
-        `write` returns the part of the body for a prompt's response, empty if text is withheld.
+        `write(prompt_index, response)` returns a part of the body, empty while it withholds text.
         """
         answer = _Streamed(headers=headers)
         try:

@@ -1,7 +1,7 @@
 """Limits of client connections: their number, and the time to send headers.
 
-At the limit, a new connection replaces the longest idle one, else the longest stalled one: its request is incomplete,
-or its answer is not read. If all wait for answers, the new connection is refused.
+At the limit, a new connection replaces the longest idle one, else the longest stalled one. A stalled client has not
+sent a whole request, or does not read the answer. If all wait for answers, the new connection is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ConnectionTable:
     """Open connections of a process, by activity: idle, stalled or served. Not thread-safe."""
 
     def __init__(self, num_descriptors: int) -> None:
-        """`num_descriptors`: limit of open files, of which a quarter is left for Triton and peaks."""
+        """`num_descriptors`: limit of open files. A quarter stays free for upstreams and peaks."""
         self.most = max(num_descriptors * 3 // 4 - _OWN_DESCRIPTORS, 2)
         self.most_of_address = self.most // 2
         self._open: set[ClientConnection] = set()

@@ -15,7 +15,7 @@ _RETRY_AFTER_MS = 1000  # if the server names no time
 
 
 class FieldMissing(errors.InvalidRequest):
-    """Missing field of a body; its name begins the message."""
+    """Missing field of a body; the message begins with its name."""
 
 
 class BodyTooLarge(errors.RequestError):
@@ -86,9 +86,9 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
 
 
 def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the error as JSON. `param` is the field that begins the message.
+    """Return the error as JSON. `param` is the first word of the message, if it is one of `fields`.
 
-    `schema_name` replaces the schema of a forced call, which the gateway made.
+    For a forced call, `schema_name` stands for the schema that the gateway made.
     """
     meaning = _meaning(error)
     first = error.message.split(" ", 1)[0].rstrip(":")

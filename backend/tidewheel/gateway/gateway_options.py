@@ -12,7 +12,7 @@ _DNS = "dns:"
 
 
 class Address(NamedTuple):
-    """Host and port of a server's gRPC, metrics, health and HTTP; empty: unknown."""
+    """`HOST:PORT` of each endpoint of a server; empty if unknown."""
 
     grpc: str
     metrics: str = ""

@@ -57,7 +57,7 @@ class OutputParser:
     """Incremental parser of one sequence's text. It withholds text that may begin a mark."""
 
     def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
-        """`tools`: function names; None: calls are content. `is_forced`: the text is one call."""
+        """`tools`: function names; None: text of calls stays content. `is_forced`: the whole text is one call."""
         self._tools = tools
         self._is_forced = is_forced
         self.was_cut = False  # the forced call
@@ -185,7 +185,7 @@ def _call(item: Any) -> ToolCall:
 
 
 def _cut_call(text: str, names: frozenset[str]) -> ToolCall:
-    """Return a forced call that was cut off; its name is completed if only one function fits."""
+    """Return a forced call that was cut off, its name completed if only one fits."""
     found = _CUT.match(text)
     begin, arguments = (found[1], found[2] or "") if found else ("", "")
     fitting = [name for name in names if json.dumps(name, ensure_ascii=False)[1:-1].startswith(begin)]
@@ -207,7 +207,7 @@ class ForcedCall(NamedTuple):
 
 
 def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> ForcedCall:
-    """Return the tool call that `tool_choice` forces. Raise `InvalidRequest`, also if `params` ask for a grammar.
+    """Return the tool call that `tool_choice` forces. Raise `InvalidRequest`, also if `params` have a grammar.
 
     The answer is `{"name": …, "arguments": {…}}` for all models.
     """
@@ -221,7 +221,7 @@ def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, objec
 
 
 def grammar_field(params: Mapping[str, object]) -> str:
-    """Return the first parameter that asks for a grammar of the whole answer; empty: none does."""
+    """Return the name of the first parameter that asks for a grammar, or an empty text."""
     return next((name for name in _FIELDS if _is_grammar(name, params.get(name))), "")
 
 

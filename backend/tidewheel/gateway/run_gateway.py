@@ -48,7 +48,6 @@ def serve_gateway(options: StandaloneOptions) -> int:
 
 
 def _serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
-    """Serve in this process until a stop. Raise `ServeError` or `ConfigError`."""
     protect_texts()
     log_to_stderr(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged

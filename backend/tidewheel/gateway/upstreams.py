@@ -37,7 +37,7 @@ class NoServer(ServerUnavailable):
 
 
 class Attempt(ABC, Generic[R]):
-    """Sending of a prompt to a server, and to others until a response is delivered."""
+    """One prompt on its way to a server, and to others until a response arrives."""
 
     def __init__(self, request: UpstreamRequest, index: int = 0) -> None:
         self.request = request
@@ -90,7 +90,7 @@ class GrpcAttempt(Attempt[list[Chunk]]):
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
-    """Return what a router needs of a prompt, with estimated tokens: the gateway has no tokenizer."""
+    """Return a prompt's figures for the router. Tokens are estimated: the gateway has no tokenizer."""
     data = b"".join(map(_bytes, request.prompts[index].values()))
     params = request.params
     session, tenant, salt = (params.get(name, "") for name in ("session_id", "tenant", "cache_salt"))
@@ -115,7 +115,7 @@ def _bytes(value: object) -> bytes:
 class Upstreams:
     """All servers behind the gateway, polled within the `async with` block.
 
-    Servers of a name follow the name service; a removed server ends its requests.
+    A DNS name stands for the servers at all its addresses. A removed server finishes its requests.
     """
 
     def __init__(self, addresses: Sequence[Address]) -> None:
@@ -173,7 +173,7 @@ class Upstreams:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def deliver_all(self, attempts: Sequence[Attempt[R]]) -> AsyncGenerator[tuple[int, R]]:
-        """Yield `(prompt_index, response)` as they arrive. Raise the first `RequestError`."""
+        """Send all prompts. Yield `(prompt_index, response)` on arrival. Raise the first `RequestError`."""
         if len(attempts) == 1:
             async with contextlib.aclosing(self.deliver(attempts[0])) as responses:
                 async for response in responses:
@@ -210,9 +210,9 @@ class Upstreams:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
-        """Yield responses, with retries on other servers until the first. Raise `RequestError`.
+        """Yield responses. After an error before the first, retry on other servers. Raise `RequestError`.
 
-        An error excludes its server from this attempt; a lost server gets no requests until its next poll.
+        A failed server gets no retry of this attempt; a lost server gets no requests until its next poll.
         """
         while True:
             if not self._has_fit(attempt):
@@ -247,7 +247,7 @@ class Upstreams:
             attempt.encode(attempt.request.params_left())
 
     async def _wait(self, attempt: Attempt[R]) -> None:
-        """Raise `NoServer`. A cluster waits for a replica instead."""
+        """Raise `NoServer`. The subclass of a cluster waits for a replica instead."""
         model = attempt.request.model
         raise NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
@@ -285,7 +285,6 @@ class Upstreams:
         self._set_members(name.grpc, (name.at(str(info[4][0])) for info in found))
 
     def _set_members(self, name: str, addresses: Iterable[Address]) -> None:
-        """Add and remove servers of a name, to match its addresses."""
         found = {address.grpc: address for address in addresses}
         for authority, address in found.items():
             if authority not in self._members:

@@ -93,7 +93,7 @@ def runs_triton(device_type: str) -> bool:
 
 
 class Choices(dict[tuple[torch.device, torch.dtype], Callable[P, R]]):
-    """Implementations of an operation by (device, dtype), each chosen at first use."""
+    """Table from (device, dtype) to the implementation of an operation, chosen at first use."""
 
     def __init__(self, op: Op[P, R]) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Choices(dict[tuple[torch.device, torch.dtype], Callable[P, R]]):
 class Op(Generic[P, R]):
     """Operation on tensors, with its implementations.
 
-    `name` is also its launcher in `triton_kernels` of `package`, and in `triton_flash` where `has_flash`.
-    `chosen[tensor.device, tensor.dtype]` is the implementation for a tensor.
+    `triton_kernels` of `package` has a launcher called `name`; with `has_flash`, `triton_flash` has one too.
+    `chosen[tensor.device, tensor.dtype]` is the implementation for a tensor, or raises `KernelUnavailable`.
     """
 
     def __init__(

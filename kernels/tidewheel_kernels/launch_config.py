@@ -77,7 +77,7 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 class VocabularyConfig(NamedTuple):
-    """Split of a row of logits among programs, by vocabulary size alone, so tokens do not depend on batches."""
+    """Split of a row of logits among programs. Only the vocabulary size sets it, so no token depends on its batch."""
 
     chunk: int  # logits per partial result
     num_chunks: int
@@ -107,7 +107,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return how many programs share a row in the first launch: small ones, as the last to run is alone."""
+    """Return how many programs split a row in the first launch: small ones, so that none ends long after the rest."""
     wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
     tiles = cdiv(num_tiles, min(wanted, num_tiles))
     return cdiv(num_tiles, tiles)
@@ -149,10 +149,10 @@ def prefill_config(
 
 
 def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
-    """Return the number of blocks to declare in a TMA descriptor, at least `shape[0]`.
+    """Return the number of blocks to declare in a TMA descriptor: `shape[0]`, or more for some tensors over 2 GiB.
 
-    triton-lang 3.8 and 3.9 count bytes in signed 32 bits, and take some tensors over 2 GiB for small ones. Boxes stay
-    within the real blocks.
+    triton-lang 3.8 and 3.9 count bytes in signed 32 bits, and take these for small. Loads stay within the real
+    blocks.
     """
     last_byte = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) * element_size
     wrapped, overflow = last_byte % 2**32, 2**31 - 1
@@ -178,7 +178,7 @@ def decode_config(
 
 
 class LinearConfig(NamedTuple):
-    """Tiles and splits of a matrix product, by the matrix alone, so that a row does not depend on its batch."""
+    """Tiles and splits of a matrix product. Only the matrix sets them, so that a row does not depend on its batch."""
 
     block_m: int  # rows
     block_n: int  # outputs
@@ -209,7 +209,7 @@ class DecodeSplits(NamedTuple):
 
 @lru_cache
 def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> DecodeSplits:
-    """Return limits for the plan of decodes, from host values only: a CUDA graph freezes them."""
+    """Return limits for splits of decodes. They use host values only, since a CUDA graph freezes them."""
     wanted, resident = (
         cdiv(PROGRAMS_PER_SM * num_sms, num_kv_heads),
         RESIDENT_PROGRAMS_PER_SM * num_sms // num_kv_heads,
@@ -221,7 +221,7 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 
 def splits_none(seq_lens: npt.NDArray[np.int32], limits: DecodeSplits) -> bool:
-    """Return whether the plan splits no decode, for any tiles and window."""
+    """Return whether `limits` let no decode be split, whatever the tiles and the window."""
     longest = int(seq_lens.max())
     return longest <= limits.min_keys or longest * limits.extra <= int(seq_lens.sum())
 

@@ -1,4 +1,4 @@
-"""Options not yet measured on a GPU: off, unless the environment variable ``TIDEWHEEL_TRY`` names them, with commas.
+"""Options not yet measured on a GPU, so off: the environment variable ``TIDEWHEEL_TRY=NAME,NAME`` turns them on.
 
 dependent_launch     norms, rotation and SiLU start while the previous kernel ends (sm_90 and newer)
 fast_accumulation    products of 8-bit floats are summed in the tensor cores alone

@@ -1,7 +1,7 @@
-"""Product of fixed splits of the inner dimension, whose sums are added in order.
+"""Matrix product that cuts the inner dimension into fixed splits and adds their sums in order.
 
-For many rows a program computes all splits in turn, for few rows one, and a second kernel adds them. Both give the
-same bits: one compiled kernel computes the splits, and memory keeps float32.
+For many rows, a program computes all splits of a tile. For few rows, it computes one, and a second kernel adds them.
+Both ways give the same bits: one compiled kernel computes splits, and stored sums are float32.
 """
 
 from functools import lru_cache

@@ -1,7 +1,7 @@
 """Writes to, and copies inside, a paged KV cache [num_blocks, block_size, num_kv_heads, head_dim].
 
 The last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``. An `FP8` cache has
-`scales` [2, num_kv_heads] float32, of keys and values, and holds each value divided by its head's scale, at most 448.
+`scales` [2, num_kv_heads] float32, of keys and values, and holds values divided by their head's scale, within ±448.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def copy_blocks(
     src: torch.Tensor,  # [num_copies] int64
     dst: torch.Tensor,  # like src
 ) -> None:
-    """Copy block ``src[i]`` to block ``dst[i]`` in every cache; a stacked tensor takes one launch.
+    """Copy block ``src[i]`` to block ``dst[i]`` in every cache. Caches stacked in one tensor take one launch.
 
     Elements of a block must be contiguous. No block may be in `dst` twice, or in both `src` and `dst`.
     """

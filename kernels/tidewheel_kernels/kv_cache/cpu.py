@@ -13,7 +13,7 @@ def write_kv_cache_cpu(
     v_cache: torch.Tensor,
     scales: torch.Tensor | None,
 ) -> None:
-    """Copy all tokens with one operation per cache, unless some are padding. Blocks of a cache must be adjacent."""
+    """Copy all tokens with one operation per cache, unless a slot is -1. A cache's blocks must be adjacent."""
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache, scales)
         return

@@ -7,10 +7,10 @@ from tidewheel_kernels.logprobs.reference import LogprobsOutput, compute_logprob
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
-    """Return the float32 log-softmax of `logits` [B, V] at `token_ids` [B] (int32 or int64), ranks, and the `num_top`
-    largest.
+    """Return the float32 log-softmax of `logits` [B, V] at `token_ids` [B] (int32 or int64), their ranks, and
+    the `num_top` likeliest tokens.
 
-    A row with a NaN or +inf, or with only -inf, has no log-probabilities.
+    A row with a NaN or +inf, or with only -inf, has no meaningful results. Raise `ValueError` for a bad `num_top`.
     """
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top must be in [0, {logits.shape[1]}], got {num_top}")

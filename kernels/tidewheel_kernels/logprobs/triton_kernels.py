@@ -1,8 +1,8 @@
 """Log-probabilities with one read of each logit.
 
-The first launch stores, for each chunk of 512 logits, the largest logit, the sum of weights, and the number of logits
-not below the chosen token's; the second combines chunks. The next likeliest token is in the chunk with the largest
-maximum.
+The first launch stores, for each chunk of 512 logits, the largest logit, the sum of exponentials, and the number of
+logits not below the chosen token's. The second combines chunks, and finds each next likeliest token in the chunk with
+the largest maximum.
 """
 
 import torch

@@ -40,7 +40,7 @@ class NativeUnavailable(RuntimeError):
 
 
 class NativeKernel(dict[torch.dtype, Callable[..., None]]):
-    """C function by element type; each is compiled and loaded at its first use."""
+    """Table from dtype to C function, which is compiled and loaded at first use."""
 
     def __init__(self, name: str, *types: Any) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
-    """Return the folder if only this user can write to it, since its files are executed."""
+    """Return the folder if only this user can write to it: its files are executed."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -145,7 +145,7 @@ def _run(command: list[str]) -> str:
 
 
 def processor() -> str:
-    """Return machine type and CPU flags, in lower case: machines may share a home folder."""
+    """Return machine type and CPU flags, in lower case: machines may share the folder of libraries."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").lower().splitlines()
     except OSError:

@@ -26,7 +26,7 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
 
 
 def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors) -> None:
-    """Set the last token of each forbidden word to -inf in `logits` [B, V], in place, where its other tokens precede.
+    """Set a forbidden word's last token to -inf in `logits` [B, V], in place, if the others end its row's history.
 
     Words whose last token is out of range are skipped. NaN stays.
     """

@@ -27,11 +27,11 @@ def rope_and_cache(
     eps: float = 1e-6,
     scales: torch.Tensor | None = None,  # as `kv_cache` says
 ) -> None:
-    """Rotate q and k in place, and store rotated k, and v, in the cache; float32 inside.
+    """Rotate q and k in place, computing in float32, and store rotated k, and v, in the cache.
 
     q, k and v may be views into one tensor with a contiguous last dimension. The rotation pairs element i with i +
-    rotary_dim / 2 (NeoX style); elements from rotary_dim on stay. Norm weights (both or none) RMS-normalise every
-    head before.
+    rotary_dim / 2 (NeoX style); elements from rotary_dim on keep their values. Norm weights (both or none) first
+    RMS-normalise every head. Raise `ValueError` for one alone or a bad rotary_dim.
     """
     if (q_norm_weight is None) != (k_norm_weight is None):
         raise ValueError("give q_norm_weight and k_norm_weight, or neither")

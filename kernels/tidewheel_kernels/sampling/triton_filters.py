@@ -13,8 +13,8 @@ def lower_bound(
     """Return a lower bound of the logits that all filters keep.
 
     The k-th largest chunk maximum has k logits at or above it. Tokens below a logit L weigh at most ``vocabulary *
-    exp((L - max) / T)``: if that is under 1 - top_p of the total, top_p drops them. After top_k, top_p needs the
-    weight of all that top_k keeps.
+    exp((L - max) / T)``: if that is under 1 - top_p of the total, top_p drops them. After top_k, top_p drops
+    nothing here: it needs the weight of all that top_k keeps.
     """
     bound = LOWEST
     finite = maxima > float("-inf")
@@ -39,7 +39,7 @@ def gather(
 ):  # fmt: skip
     """Store logits >= bound with their ids, in order of ids, and return their number.
 
-    A number above CAPACITY says that there are more, and the stored ones are incomplete.
+    A number above CAPACITY says only that not all fit.
     """
     wanted = maxima >= bound
     rank = tl.cumsum(wanted.to(tl.int32), axis=0) - 1

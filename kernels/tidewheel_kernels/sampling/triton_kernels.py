@@ -160,7 +160,7 @@ def sample_kernel(
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
-    """Return token ids [B] int64. Numbers of programs depend on shapes alone."""
+    """Return token ids [B] int64."""
     num_rows, vocabulary = logits.shape
     config = vocabulary_config(vocabulary)
     chunks = next_power_of_2(config.num_chunks)

@@ -12,7 +12,7 @@ def apply_token_mask(
     rows: torch.Tensor,  # [N] int32, in [0, B), each at most once
     bits: torch.Tensor,  # [N, at least ceil(V / 32)] int32; bit t % 32 of word t // 32 allows t
 ) -> None:
-    """Set finite logits of forbidden tokens to -inf, in place, in these rows."""
+    """Set finite logits in `rows` to -inf, in place, for tokens that `bits` forbids."""
     if 32 * bits.shape[1] < logits.shape[1]:
         raise ValueError(f"{bits.shape[1]} words of 32 bits are too few for {logits.shape[1]} tokens")
     if rows.shape[0]:

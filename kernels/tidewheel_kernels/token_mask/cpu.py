@@ -7,9 +7,9 @@ _ADDENDS = torch.zeros(256, 8).masked_fill_(_FORBIDS, float("-inf"))
 
 
 def apply_token_mask_cpu(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-    """Mask logits in place, by a table from each byte of `bits` to eight addends, 0 or -inf.
+    """Mask logits in place, by a table that turns a byte of `bits` into eight addends, 0 or -inf.
 
-    32 rows of 4,096 tokens take 0.07 ms, and bit by bit 0.60.
+    Bit by bit, 32 rows of 4,096 tokens take 0.60 ms, not 0.07.
     """
     octets = bits.contiguous().view(torch.uint8).int()
     addends = torch.nn.functional.embedding(octets, _ADDENDS).flatten(1)[:, : logits.shape[1]]

@@ -19,7 +19,7 @@ from tidewheel_client.server_pages import Figures, ServerPages
 from tidewheel_client.stream import AsyncStream
 from tidewheel_client.transport import Ask, Transport
 
-Item = str | Sequence[codec.Message] | Mapping[str, Any]  # a prompt, messages, or arguments of `generate`
+Item = str | Sequence[codec.Message] | Mapping[str, Any]  # as `map` says
 _POLL_S = 0.1
 
 
@@ -27,7 +27,7 @@ class AsyncClient:
     """Client of one model on one server, for one event loop. Methods raise `RequestError`.
 
     `url` is `HOST:PORT` of Triton's gRPC service, or the `http://` or `https://` URL of its HTTP endpoints.
-    `timeout_s` bounds requests without their own, retries included; `retries` limits retries after retryable errors.
+    `timeout_s` is the default limit of a request and its retries; `retries` limits retries after `retryable` errors.
     `credentials` turns on TLS of gRPC, `headers` go with every call, and `transport` replaces the connection in
     tests.
     """
@@ -141,10 +141,10 @@ class AsyncClient:
         return_errors: bool = False,
         **params: Any,
     ) -> AsyncIterator[Any]:
-        """Yield the answers to prompts, lists of messages or arguments of `generate`, in order.
+        """Yield the answers to `items` in their order: prompts, lists of messages, or arguments of `generate`.
 
-        Up to `concurrency` requests run at a time. An error ends the iteration, or is yielded with `return_errors`.
-        Raise `ValueError` for a bad `concurrency`.
+        Up to `concurrency` requests run at a time. An error ends the iteration; with `return_errors` it is yielded.
+        Raise `ValueError` for a `concurrency` below 1.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
@@ -245,7 +245,7 @@ class AsyncClient:
 
 
 class AsyncSession:
-    """Turns of one conversation; leaving the `with` block closes the session."""
+    """Conversation, whose requests share a session; leaving the `with` block closes the session."""
 
     def __init__(self, client: AsyncClient, session_id: str, ttl_s: float | None, tenant: str) -> None:
         self.session_id = session_id
@@ -264,7 +264,7 @@ class AsyncSession:
         return await self._client.chat(messages, **self._params, **arguments)
 
     async def close(self, /) -> None:
-        """End the session and free its KV blocks. Raise `NotFound` if the server has no such session."""
+        """End the session. Raise `NotFound` if the server has no such session."""
         await self._client.close_session(self.session_id, tenant=self._tenant)
 
     async def __aenter__(self) -> Self:

@@ -25,7 +25,6 @@ _MAX_TIMEOUT_MS = 1e12
 
 
 def encode(ask: Ask) -> service_pb2.ModelInferRequest:
-    """Return a request for Triton's gRPC."""
     request = service_pb2.ModelInferRequest(model_name=ask.model, id=ask.request_id)
     for name, value in ask.prompt.items():
         if name == "input_ids":
@@ -65,7 +64,7 @@ def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], 
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """Return the given prompt by its tensor's name. Raise `InvalidRequest` unless exactly one is given."""
+    """Return the given prompt under the name of its tensor. Raise `InvalidRequest` unless exactly one is given."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt

@@ -20,7 +20,7 @@ _AHEAD = 4  # times the concurrency: answers that may wait for an earlier one
 async def in_threads(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield results of blocking calls in order. An error or close drops waiting items."""
+    """Yield results of blocking calls, in order. An error or close drops calls that have not begun."""
     waiting: deque[Future[R]] = deque()
     with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
         try:
@@ -37,7 +37,7 @@ async def in_threads(
 async def in_tasks(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield results of coroutines in order. An error or close cancels the others."""
+    """Yield results of coroutines, in order. An error or close cancels the others."""
     free = asyncio.Semaphore(concurrency)
     waiting: deque[asyncio.Task[R]] = deque()
 

@@ -64,9 +64,9 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
 
 
 def from_http(status: int, body: str) -> RequestError:
-    """Return the error of an HTTP answer, by its text if possible: Triton answers 400 for almost every error.
+    """Return the error of an HTTP answer. Its text decides before its status: Triton answers 400 to most errors.
 
-    The text is the `error` of JSON, else the body.
+    The text is the `error` of a JSON body, else the body.
     """
     text = body.strip()
     with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -113,7 +113,7 @@ class Draining(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """`deadline_ms`, Triton's `timeout` or `max_request_s` passed before the start, or would before the first token.
+    """`deadline_ms`, Triton's `timeout` or `max_request_s` passed before the start, or is too near for a first token.
 
     Allow more time, ask for a higher class, or add capacity. A request that ran ends with `finish_reason` `deadline`.
     """
@@ -133,7 +133,7 @@ class Cancelled(RequestError):
 
 
 class EngineDead(RequestError):
-    """The engine process ended, hung or is not back in time. The front end starts it again, until it dies in a loop.
+    """The engine process ended or hung, or starts too slowly. The front end restarts it, unless it keeps dying.
 
     Send the request again after `retry_after_ms`. The engine's log says why it ended.
     """
@@ -181,7 +181,7 @@ class RequestTimeout(RequestError):
     """The client's `timeout_s` passed."""
 
 
-# Classes with a tag of their own, in the order above.
+# Classes with a tag of their own.
 BY_TAG: dict[str, type[RequestError]] = {
     cls.tag: cls for cls in list(globals().values()) if getattr(cls, "tag", "") and "tag" in vars(cls)
 }

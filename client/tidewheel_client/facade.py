@@ -1,6 +1,6 @@
 """Synchronous facades of coroutine methods that block and never suspend.
 
-One step runs such a coroutine to its end, in any thread, without an event loop.
+Any thread can run such a coroutine to its end without an event loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(call: Awaitable[R]) -> R:
 
 
 async def settled(answer: Any) -> Any:
-    """Return the value of a library's call, or of its asynchronous variant."""
+    """Return `answer`, awaited if it comes from a library's asynchronous variant."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -87,7 +87,6 @@ def iterating(
 
 class AsyncEvent(asyncio.Event):
     async def wait_for(self, seconds: float) -> bool:
-        """Wait for at most `seconds`. Return whether the event is set."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.wait()

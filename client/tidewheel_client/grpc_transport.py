@@ -1,4 +1,4 @@
-"""Transports over Triton's gRPC service, with a call per request, so that none ends another's stream."""
+"""Transports over Triton's gRPC service. Each request has its own call: its end leaves other streams alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_http_proxy", 0),  # never through a web proxy
+    ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_reconnect_backoff_ms", 1_000),  # to find a restarted server
 )
@@ -30,8 +30,6 @@ Headers = Sequence[tuple[str, str]]
 
 
 class _GrpcTransport:
-    """Connection to Triton's service by `grpc` or `grpc.aio`."""
-
     _library: ClassVar[Any]
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
@@ -98,7 +96,7 @@ class GrpcResponses:
         self._call.cancel()
 
     async def close(self) -> None:
-        """Read the call to its end; else Triton records a late cancel."""
+        """Read the call to its end; else Triton records a cancel of a finished request."""
         with contextlib.suppress(grpc.RpcError):
             while next(self._call, None) is not None:
                 pass
@@ -131,7 +129,7 @@ class AsyncGrpcResponses:
         try:
             async for message in self._messages:
                 if message.error_message:
-                    await self._read_end()  # server 2.51 can die if a stream is cancelled as its error is sent
+                    await self._read_end()  # as above
                     raise from_text(message.error_message)
                 yield response_codec.decode(message.infer_response)
         except asyncio.CancelledError:
@@ -148,7 +146,6 @@ class AsyncGrpcResponses:
         self._call.cancel()
 
     async def close(self) -> None:
-        """Read the call to its end; else Triton records a late cancel."""
         if not self._is_cancelled:
             await self._read_end()
             await self._responses.aclose()  # or the event loop starts a task for it

@@ -40,7 +40,7 @@ class AsyncHttpTransport:
                 verify=verify,
                 timeout=None,
                 limits=_LIMITS,
-                trust_env=False,  # never through a web proxy
+                trust_env=False,  # no web proxy
             )
         except httpx2.InvalidURL as error:
             raise InvalidRequest(f"{url!r} is no address of a server: {error}") from None
@@ -110,7 +110,7 @@ class AsyncHttpResponses:
             self._next.cancel()
 
     async def close(self) -> None:
-        """Read the answer to its end, to reuse the connection, or close it."""
+        """Read the answer to its end, to keep the connection open; else close it."""
         with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
             if not self._is_cancelled:
                 async with asyncio.timeout(END_S):

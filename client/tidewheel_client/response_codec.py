@@ -1,8 +1,7 @@
 """Decoding of gRPC responses to chunks.
 
-Python reads the parts of a protobuf message slowly, and a stream's responses describe their tensors (names, types,
-shapes) alike. So our message class for Triton's wire format keeps these descriptions as bytes, and equal bytes are
-read once.
+Python reads protobuf messages slowly, and all responses of a stream describe their tensors (names, types, shapes)
+alike. So our message class for Triton's wire format keeps descriptions as bytes, and equal bytes are read once.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ async def async_get(url: str) -> httpx2.Response:
 
 
 def verifies(url: str) -> bool:
-    """Return whether the URL needs certificates, whose load takes 80 ms."""
+    """Return False for plain HTTP, to save loading certificates (80 ms)."""
     return not url.startswith("http:")
 
 

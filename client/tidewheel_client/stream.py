@@ -22,7 +22,7 @@ class Arrivals:
         self._chunks: deque[Chunk] = deque()
         self.has_begun = False
         self.is_over = False
-        self.finish_reason: str | None = None  # None before the end
+        self.finish_reason: str | None = None
 
     def take(self, response: list[Chunk]) -> list[Chunk]:
         """Return the new chunks of a response, without sequences that had ended before."""
@@ -31,7 +31,7 @@ class Arrivals:
         return [chunk for chunk in response if self._is_new(chunk)]
 
     def add(self, response: list[Chunk]) -> Chunk | None:
-        """Keep a response's new chunks, and return the first."""
+        """Queue a response's new chunks, and return the first queued."""
         if len(response) == 1:  # most, at a third of the cost
             chunk = response[0]
             self.has_begun, self.finish_reason = True, chunk.finish_reason
@@ -58,9 +58,9 @@ class Arrivals:
 
 
 def retry_wait_s(error: RequestError, num_retries: int, left_s: float | None) -> float | None:
-    """Return the wait before the next retry; None: the error is final, or `left_s` is too short.
+    """Return the seconds until the next retry; None: the error is final, or `left_s` is too short.
 
-    A wait has a random part, so that clients refused together do not come back together.
+    A random part spreads the retries of clients that were refused together.
     """
     if not error.retryable:
         return None
@@ -73,7 +73,7 @@ def retry_wait_s(error: RequestError, num_retries: int, left_s: float | None) ->
 class AsyncStream(AsyncIterator[Chunk]):
     """Iterator over a request's chunks; raises `RequestError`.
 
-    One task or thread reads; any may `cancel`, as does leaving the `with` block: the iteration ends, and the server
+    One task or thread reads; any may `cancel`. This, or leaving the `with` block, ends the iteration, and the server
     drops the request. `finish_reason` is None until the end. `timeout_s` includes retries.
     """
 

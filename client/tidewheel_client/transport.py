@@ -48,6 +48,5 @@ class Transport(Protocol):
 
 
 def is_cancelling() -> bool:
-    """Return whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

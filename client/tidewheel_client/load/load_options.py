@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PRIORITIES = {"critical": 1, "high": 2, "normal": 3, "low": 4}  # `priority` by QoS class
+PRIORITIES = {"critical": 1, "high": 2, "normal": 3, "low": 4}
 MAX_LENGTH = 1_000_000
 _WORDS = (
     "answer", "block", "branch", "bridge", "cache", "cloud", "copper", "corner", "device", "engine", "field",
@@ -105,7 +105,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a parser that only checks: locust's web page shows and replaces options as text."""
+    """Return a parser that only checks, as locust's web page needs options as text."""
 
     def check(text: str) -> str:
         parse(text)
@@ -121,7 +121,7 @@ class LoadRequest(NamedTuple):
 
 
 class Work:
-    """Source of one user's requests, equal for equal seed and name. Raise `OptionError` for invalid options."""
+    """Source of one user's requests, the same for one seed and name. Raise `OptionError` for invalid options."""
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         if args.request_timeout <= 0:

@@ -1,11 +1,11 @@
 """Rows of locust's statistics, by request type:
 
     GRPC, SSE, INFER, OPENAI   whole requests, from sending to last token; failures count here, under their tag
-    TTFT                       first tokens of successful streams
-    TPOT                       mean times between their tokens, if more than one
+    TTFT                       times to the first token of successful streams
+    TPOT                       mean times between tokens of streams with two or more
 
-A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds. The
-"Aggregated" row mixes all of these.
+A row's name is model and QoS class; the names of TTFT and TPOT begin with the request type. Times are milliseconds.
+The "Aggregated" row mixes all rows.
 """
 
 from __future__ import annotations

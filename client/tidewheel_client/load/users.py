@@ -1,7 +1,7 @@
 """Locust users that send requests and measure answers.
 
-HTTP users have locust's `requests`: FastHttpUser collects a kilobyte, so that a first token is late, and httpx2 takes
-twice the CPU time an event.
+HTTP users send with `requests`: locust's FastHttpUser waits for a kilobyte, which delays the first token, and httpx2
+takes twice the CPU time for an event.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _HttpUser(LoadUser):
 
     def connect(self) -> requests.Session:
         session = requests.Session()
-        session.trust_env = False  # never through a web proxy
+        session.trust_env = False  # no web proxy
         return session
 
     def send(self, request: LoadRequest, timing: Timing) -> None:

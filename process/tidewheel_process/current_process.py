@@ -18,7 +18,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class StopSignals:
-    """Counter of SIGINT, SIGTERM, SIGHUP and SIGQUIT, which interrupt no wait. Main thread only, except `stop`."""
+    """Counter of SIGINT, SIGTERM, SIGHUP and SIGQUIT; waits go on. Main thread only, except `stop`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,7 +34,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def stop(self) -> None:
-        """Count a stop like a first signal, from any thread."""
+        """Raise a count of 0 to 1, from any thread."""
         self.count = self.count or 1
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
@@ -42,7 +42,7 @@ class StopSignals:
 
 
 def call_at_end_of(descriptor: int, stop: Callable[[], None]) -> None:
-    """Call `stop` on a thread when the pipe's other end closes, however its owner ends."""
+    """Start a thread that calls `stop` when the pipe's writer closes or its process dies."""
 
     # A parent-death signal would come for every thread of the parent that ends.
     def wait() -> None:

@@ -12,7 +12,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class Guard:
-    """Helper process that cleans up when this process ends, however it ends. The `with` block's end stops it."""
+    """Helper process that cleans up when the `with` block or this process ends, however it ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """`command`: a program that calls `guard`."""
@@ -45,7 +45,7 @@ class Guard:
 
 
 def guard(clean_up: Callable[[], object]) -> None:
-    """Wait until the guarded process has ended, then clean up."""
+    """Wait until the guarded process or its `with` block ends, then clean up."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):

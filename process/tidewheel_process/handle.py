@@ -24,7 +24,7 @@ class ProcessHandle:
     """Handle of a process by pid and start time; `fileno`, a pidfd, is readable after its end."""
 
     def __init__(self, pid: int, started: int | None = None) -> None:
-        """`started`: from `start_ticks`; None: of the process that has the pid now."""
+        """`started`: the start from `start_ticks`; None: the process that has the pid now."""
         self.pid = pid
         self._started = start_ticks(pid) if started is None else started
         self.fileno: int | None = None  # None without pidfds
@@ -56,7 +56,7 @@ class ProcessHandle:
                 os.kill(self.pid, number)
 
     def end(self, first: signal.Signals, grace_s: float) -> None:
-        """Send the signal `first`, and SIGKILL after `grace_s`."""
+        """Send the signal `first`, and SIGKILL if the process lives after `grace_s`."""
         self.send_signal(first)
         if not self.wait(grace_s):
             self.send_signal(signal.SIGKILL)

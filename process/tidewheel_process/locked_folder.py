@@ -25,7 +25,7 @@ class FolderError(Exception):
 
 
 def make_private(path: Path, remedy: str) -> Path:
-    """Make the folder, mode 0700. Raise `FolderError` if it is another user's or open to others, or OSError."""
+    """Make a folder of mode 0700. Raise OSError, or `FolderError` for one that another user owns or may open."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_own(path):
         raise FolderError(f"{path} must be a folder that belongs to user {os.getuid()}: {remedy}")
@@ -58,7 +58,7 @@ def try_lock(path: Path, timeout_s: float = 0.0, *, is_shared: bool = False) -> 
 
 
 def unlock(lock: IO[bytes]) -> None:
-    """Unlock a file, also for a forked child that has not run its program yet."""
+    """Unlock and close a file. A forked child that still has it open loses the lock too."""
     fcntl.flock(lock, fcntl.LOCK_UN)
     lock.close()
 
@@ -83,7 +83,7 @@ def flock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_at(file: IO[bytes], path: Path) -> bool:
-    """Return whether the path is still of the open file."""
+    """Return whether `path` still leads to the open file."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False

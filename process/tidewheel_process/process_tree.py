@@ -75,7 +75,7 @@ def is_running(program: str) -> bool:
 
 
 def started_with(variable: str, folder: str) -> list[psutil.Process]:
-    """Return this user's other processes whose environment variable names the folder or a path below it."""
+    """Return this user's other processes whose environment has `folder` or a path below it in `variable`."""
     found = []
     for process in psutil.process_iter(["environ"]):
         value = (process.info["environ"] or {}).get(variable, "")  # None of another user's process

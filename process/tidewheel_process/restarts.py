@@ -13,7 +13,7 @@ class CrashLoop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Delays before restarts, doubled per death. `max_deaths` within `window_s` seconds are a crash loop."""
+    """Delays before restarts, doubled with each death. `max_deaths` within `window_s` seconds are a crash loop."""
 
     first_delay_s: float = 0.25
     max_delay_s: float = 5.0
@@ -26,7 +26,7 @@ class RestartPolicy:
 
 
 class DeathCount:
-    """Deaths of a process, timed in seconds of service."""
+    """Deaths of a process, timed in seconds for which it ran."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self._policy = policy or RestartPolicy()
@@ -34,7 +34,7 @@ class DeathCount:
         self._served_s = 0.0
 
     def next_delay_s(self, served_s: float, reason: str) -> float:
-        """Return the seconds to wait after a death. Raise `CrashLoop`."""
+        """Return the seconds to wait after a death that ended a run of `served_s`. Raise `CrashLoop`."""
         self._served_s += served_s
         self._deaths = [at for at in self._deaths if self._served_s - at <= self._policy.window_s] + [self._served_s]
         if len(self._deaths) >= self._policy.max_deaths:

@@ -22,7 +22,7 @@ _MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
 
 
 class EmbeddedRedis:
-    """Redis in a folder, shared by processes: it runs from its first user to its last."""
+    """Redis in a folder, which runs while a process uses it."""
 
     def __init__(self, folder: Path) -> None:
         """Start Redis unless it runs. Raise `RequestError` or `ServerUnavailable`."""
@@ -41,7 +41,7 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> str:
-        """Path of the socket by a descriptor, since a socket's path has at most 107 bytes."""
+        """Path of the socket through the folder's descriptor: a socket's path has at most 107 bytes."""
         return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:

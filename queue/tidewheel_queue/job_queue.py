@@ -115,7 +115,7 @@ class AsyncQueue:
                 return
 
     async def tokens(self, /, job_id: str) -> AsyncIterator[TextChunk]:
-        """Yield the text of a job with `stream` until it ends. Raise `NotFound`."""
+        """Yield the text of a job that has `stream`, until the job ends. Raise `NotFound`."""
         last, stream = "0-0", self._names.tokens(job_id)
         while True:
             has_ended = (await self._look(job_id)).has_ended
@@ -128,7 +128,7 @@ class AsyncQueue:
                 return
 
     async def cancel(self, /, job_id: str) -> bool:
-        """Cancel a job. Return False if it had ended. Raise `NotFound`."""
+        """Cancel a job. Return False if the job had ended. Raise `NotFound`."""
         check_id(job_id)
         answer = await self._run("cancel", job_id)
         if answer < 0:
@@ -205,7 +205,7 @@ class Queue(Facade[AsyncQueue]):
     """Jobs that wait in Redis for a worker, and their results. Threads may share one.
 
     `where` is a folder, whose embedded Redis runs while a process uses it, or the URL of a Redis from 6.2 on. Errors
-    are those of a `Client`: `Busy` at the bound, `InvalidRequest` for a bad job, `ServerUnavailable` without a Redis.
+    are those of a `Client`: `Busy` if full, `InvalidRequest` for a bad job, `ServerUnavailable` without a Redis.
     """
 
     @signed_as(AsyncQueue.__init__)

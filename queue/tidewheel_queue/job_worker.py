@@ -65,8 +65,8 @@ class WorkerFigures:
 class Worker:
     """Worker that answers a queue's jobs through `client`, and writes the results.
 
-    Its heartbeats hold jobs; after its death other workers take them. A job gets one result, however often it begins.
-    `run` returns after `stop`; cancelled, it leaves jobs to their leases.
+    It keeps jobs while its counter in Redis rises; `lease_s` after its death, other workers take them. A job gets one
+    result, however often it begins. `run` returns after `stop`; cancelled, it gives no jobs back.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Worker:
         self._is_stopping = False
         self._num_takes = 0
         self._next_claim = 0.0
-        self._gone: dict[str, str] = {}  # last beats of dead workers with jobs
+        self._gone: dict[str, str] = {}  # as for `take`
         self._gate = ServerGate(client, note, self._wake.set)
 
     async def run(self) -> None:

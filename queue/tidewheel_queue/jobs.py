@@ -26,7 +26,7 @@ _TEXT = Meta(description="it must be text")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Queued request with exactly one of `prompt`, `messages` and `input_ids`. Errors quote field descriptions."""
+    """Queued request with exactly one of `prompt`, `messages` and `input_ids`. Errors quote the descriptions."""
 
     id: Annotated[str, _TEXT] = ""  # empty: a new one
     prompt: Annotated[str | None, _TEXT] = None
@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments for `AsyncClient.stream`, without the deadline."""
+        """Arguments for `AsyncClient.stream`; the worker adds the deadline."""
         prompt = {"prompt": self.prompt, "messages": self.messages, "input_ids": self.input_ids}
         serving = {"tenant": self.tenant, "session_id": self.session_id, "session_ttl_s": self.session_ttl_s}
         given = {name: value for name, value in serving.items() if value is not None}
@@ -98,7 +98,7 @@ class DeadJob(NamedTuple):
 
 
 class TextChunk(NamedTuple):
-    """Part of an answer; each attempt begins anew."""
+    """Part of an answer, which begins anew with each `attempt` at the job."""
 
     text: str
     attempt: int
@@ -155,7 +155,7 @@ def pack(given: Job | Mapping[str, object]) -> PackedJob:
 
 
 def unpack(payload: str) -> Job:
-    """Raise `InvalidRequest` for a job of another version."""
+    """Return a stored job. Raise `InvalidRequest` if this version cannot read it."""
     try:
         return Job(**json.loads(payload))
     except (TypeError, ValueError) as error:

@@ -1,10 +1,10 @@
 """Keys and atomic steps of a queue, in Lua for Redis 6.2.
 
-KEYS are streams of the four classes, of ended and of dead jobs, and the mark of an idle worker. ARGV begins with the
-prefix of all other keys, which share its hash tag. A job is a hash and, until its end, an entry of its class's
-stream; the end is a `result`, written once. `attempts` counts to the limit; `begun` numbers attempts uniquely. A job
-given back takes back its attempt, not its number. A worker lives while its `beats` change: streams' idle times follow
-the wall clock.
+KEYS are streams of the four classes, of ended jobs and of dead jobs, and the mark that a worker is idle. ARGV begins
+with the prefix of all other keys, which share its hash tag. A job is a hash and, until its end, an entry of its
+class's stream; its field `result`, written once, ends it. `attempts` counts to the limit; `begun` numbers attempts
+uniquely. Giving a job back lowers `attempts`, not `begun`. A worker lives while its number in `beats` changes: idle
+times of streams follow the wall clock.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ for class = 1, 4 do
 end
 return {lost, others}
 """,
-    # consumer, ids to keep. Give back the other jobs; return their number.
+    # consumer, ids to keep.
     "give_back": """
 local kept, count = {}, 0
 for i = 3, #ARGV do kept[ARGV[i]] = true end

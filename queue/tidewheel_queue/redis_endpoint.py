@@ -31,7 +31,7 @@ _LOST = (
 
 
 class RedisEndpoint:
-    """Connection to the Redis of a URL, or of a folder, kept until `close`."""
+    """Connection to the Redis at a URL, or in a folder, where it runs at least until `close`."""
 
     _library: ClassVar[Any] = redis_asyncio
     _retry: ClassVar[Any] = AsyncRetry
@@ -73,7 +73,7 @@ class RedisEndpoint:
         return self._scripts[script](keys=names.keys, args=[names.prefix, *arguments])
 
     async def call(self, command: Callable[[], Any]) -> Any:
-        """Run a repeatable command, again after a lost connection. Raise `RequestError`."""
+        """Run a repeatable command, once more after a lost connection. Raise `RequestError`."""
         has_revived = False
         while True:
             try:

@@ -46,10 +46,9 @@ def finished(job_id: str, state: str, **result: Any) -> FinishedJob:
 
 @dataclass(eq=False)
 class WorkerStore:
-    """Worker's access to the queue. Calls wait while Redis is away, and are repeated.
+    """Worker's access to the queue. Calls wait while Redis is away, and are repeated, except `take`.
 
-    A lost `take` answer leaves jobs in this worker's name, so jobs not in `held` are given back before another try.
-    All other calls are repeatable.
+    If its answer is lost, `take` gives back all jobs of this worker but those in `held`, and returns none.
     """
 
     endpoint: RedisEndpoint
@@ -62,10 +61,10 @@ class WorkerStore:
     async def take(
         self, room: int, held: Iterable[str], *, gone: Mapping[str, str], claim: bool, lowest_first: bool
     ) -> list[TakenJob]:
-        """Return up to `room` jobs, those of dead workers first.
+        """Return up to `room` jobs, within a class those of dead workers first.
 
-        `gone` maps dead workers to last heartbeats; a newer heartbeat keeps the jobs. `claim` includes jobs given
-        back.
+        `gone` maps dead workers to their last heartbeats; a worker with a newer one keeps its jobs. `claim` takes
+        jobs given back too.
         """
         workers = [part for worker in gone.items() for part in worker]
         options = (room, self.max_attempts, int(claim), int(lowest_first))
@@ -108,7 +107,7 @@ class WorkerStore:
         return any((await self._persistently("count"))[:4])
 
     async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        """Call back for messages of the queue; `take` and `beat` find missed ones."""
+        """Call `on_work` and `on_cancel` for the queue's messages; `take` and `beat` make up for lost ones."""
         while True:
             with contextlib.suppress(*_LOST_ONES):
                 await heeding_cancels(self._hear_until_lost(on_work, on_cancel))
@@ -155,7 +154,7 @@ class WorkerStore:
 
 
 class Batcher(Generic[T, R]):
-    """Collector of items that are written together once the running write ends."""
+    """Collector of items, which are written together once the previous write ends."""
 
     def __init__(self, write: Callable[[list[T]], Awaitable[Sequence[R]]], most: int = 256) -> None:
         self._write = write
@@ -182,9 +181,9 @@ class Batcher(Generic[T, R]):
 
 
 class SilenceWatch:
-    """Detector of dead workers: their heartbeat stays equal for more than `most_equal` looks.
+    """Detector of dead workers: `most_equal` looks in a row find no new heartbeat.
 
-    Looks are counted, not time: a set clock or a pause of Redis or the machine kills no worker.
+    Looks are counted, not time: a set clock or a pause of Redis or the machine makes no worker dead.
     """
 
     def __init__(self, most_equal: int) -> None:

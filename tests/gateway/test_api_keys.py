@@ -14,6 +14,7 @@ import pytest
 from support.gateway.running_gateway import RunningGateway, entry, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
+from tidewheel.cli.main import _parser
 from tidewheel.errors import ConfigError
 from tidewheel.gateway.api_keys import MAX_FILE_BYTES, Account, ApiKey, ApiKeys, Ledger
 from tidewheel.server import ServeError
@@ -219,6 +220,15 @@ def test_a_network_needs_keys(tmp_path: Path) -> None:
     check_keys("0.0.0.0", tmp_path)
     with pytest.raises(ServeError, match=r"--host is '0.0.0.0', and there is no --api-keys"):
         check_keys("0.0.0.0", None)
+
+
+@pytest.mark.parametrize("command", ["gateway", "serve", "cluster up"])
+def test_an_empty_name_of_the_file_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set: the gateway would let in everyone on the machine."""
+    arguments = [*command.split(), "--api-keys="]
+    with pytest.raises(SystemExit, match="2"):
+        _parser(arguments[0]).parse_args(arguments)
+    assert "--api-keys: the name of the file is empty" in capsys.readouterr().err
 
 
 def test_metrics_may_need_no_key(triton: FakeTriton, keys: Path) -> None:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_shared_options(group: argparse._ActionsContainer) -> None:
     """Add options that `tidewheel serve` has too."""
     text = "TOML file of the API keys that are let in; without one, only loopback is listened on (docs/openai.md)"
-    group.add_argument("--api-keys", metavar="FILE", help=text)
+    group.add_argument("--api-keys", type=_key_file, metavar="FILE", help=text)
     text = (
         "what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
         "always, up to </think>, for templates that write the tag themselves; off, nothing"
@@ -45,6 +45,12 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
     group.add_argument("--playground", action="store_true", help=text)
     text = f"largest body of a request (default: {MAX_BODY_MB})"
     group.add_argument("--max-body-mb", type=whole_number("number of megabytes", 1, 1024), metavar="MB", help=text)
+
+
+def _key_file(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of the file is empty")
+    return text
 
 
 def gateway_options(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:

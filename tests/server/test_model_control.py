@@ -185,6 +185,8 @@ def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
         match command.model:
             case "fail":
                 raise ServeError("it cannot")
+            case "odd":
+                raise ServeError("there is a folder \udcff")  # its name is no UTF-8
             case "crash":
                 raise ZeroDivisionError
         done.append(command)
@@ -195,7 +197,8 @@ def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
         ask_server(path, "load", "this")
         assert done == [Command("load", "this")]
         for action, model, error in (
-            ("load", "fail", "^it cannot$"), ("load", "crash", "^ZeroDivisionError: no reason given$"),
+            ("load", "fail", "^it cannot$"), ("load", "odd", r"^there is a folder \?$"),
+            ("load", "crash", "^ZeroDivisionError: no reason given$"),
             ("load", "x" * MAX_BYTES, ""), ("fly", "this", "fly"),
         ):  # fmt: skip
             with pytest.raises(ServeError, match=error):

@@ -142,7 +142,7 @@ class ControlSocket:
             try:
                 with self._listener.accept() as connection:
                     if connection.poll(READ_S):
-                        connection.send_bytes(self._do(connection.recv_bytes(MAX_BYTES)).encode())
+                        connection.send_bytes(self._do(connection.recv_bytes(MAX_BYTES)).encode(errors="replace"))
             except (OSError, EOFError):  # of a client that has gone, or without a free descriptor
                 self._closed.wait(_RETRY_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -51,6 +52,23 @@ def test_reloads_of_an_unloaded_model_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert reloads.look() == "b"
     reloads.cancel()
     assert reloads.look() == ""
+
+
+def test_a_reload_that_ends_during_a_cancel_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+    reloads = PendingReloads(pytest.fail)
+    for _ in range(2):
+        reloads.start("a", lambda _: pytest.fail("loaded"), 3600.0)
+    first, second = reloads._pending
+
+    class EndsMeanwhile(threading.Event):
+        def set(self) -> None:
+            super().set()
+            reloads._pending.remove(first)  # as `look` does on another thread
+
+    first.cancelled = EndsMeanwhile()
+    reloads.cancel("a")
+    assert second.cancelled.is_set()
 
 
 def test_a_pending_that_is_cancelled_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ class PendingReloads:
 
     def cancel(self, model: str = "") -> None:
         """Cancel the reloads of `model`; empty: of all models. Thread-safe."""
-        for reload in self._pending:
+        for reload in list(self._pending):
             if model in ("", reload.model):
                 reload.cancelled.set()
 

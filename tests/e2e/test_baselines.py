@@ -166,7 +166,7 @@ def test_generate_over_http(server: Server, baseline: Baseline) -> None:
     assert answer["token_ids"] == baseline.infer(PROMPTS[0], 5)[0]
     refused = server.post(f"{baseline.model}/generate", {"text_input": PROMPTS[0], "max_tokens": 2000})
     assert refused.status_code == 400
-    assert refused.json()["error"].startswith("[TW-TOO-LARGE] ")
+    assert refused.json()["error"].startswith("[TW-INPUT] max_tokens is 2000")
 
 
 def test_a_baseline_does_not_stream(server: Server, baseline: Baseline) -> None:

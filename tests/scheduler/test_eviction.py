@@ -224,19 +224,19 @@ def test_under_fair_a_group_that_displaced_one_of_its_own_may_still_take_from_a_
 
 # What waits, as tenant and class; the newcomer; limits of tenants. In the order of the table's rows.
 AT_THE_BOUND = {
-    "of a lower class, of the newcomer's tenant": ([("a", LOW)], ("a", HIGH), {}),
-    "of a lower class, of another tenant": ([("b", LOW)], ("a", HIGH), {}),
-    "of a lower class, of another tenant, which may not ask for the newcomer's class": (
+    "a lower class, the same tenant": ([("a", LOW)], ("a", HIGH), {}),
+    "a lower class, another tenant": ([("b", LOW)], ("a", HIGH), {}),
+    "a lower class, another tenant that may not ask for the newcomer's class": (
         [("b", LOW)], ("a", HIGH), {"b": TenantLimits(max_priority=3)},
     ),
-    "of the same class, of a tenant with more waiting for its weight": (
+    "the same class, a tenant with more waiting requests per weight": (
         [("b", NORMAL)] * 2, ("a", NORMAL), {"a": TenantLimits(weight=4.0)},
     ),
-    "of a better class, of a tenant with more waiting for its weight": ([("b", HIGH)] * 2, ("a", NORMAL), {}),
-    "the same, of a class that the newcomer's tenant may not ask for": (
+    "a higher class, a tenant with more waiting requests per weight": ([("b", HIGH)] * 2, ("a", NORMAL), {}),
+    "a class that the newcomer's tenant may not ask for": (
         [("b", HIGH)] * 2, ("a", NORMAL), {"a": TenantLimits(max_priority=3)},
     ),
-    "of the same class and tenant, but later in the order of the policy": ([("a", NORMAL)], ("a", NORMAL), {}),
+    "the same class and tenant, later in the order of the policy": ([("a", NORMAL)], ("a", NORMAL), {}),
 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ class Account:
             return request
         if "tenant" in request.params:
             raise InvalidRequest("tenant is set, and the API key decides it: leave it out")
-        asked = str(request.params.get("priority") or 0).strip()  # the backend takes a text for a number
+        asked = str(request.params.get("priority") or 0).strip().removesuffix(".0")  # the backend takes a text too
         if asked not in _CLASSES:
             raise InvalidRequest(f"priority is {asked[:80]}: it must be 0 (default) to 4 (lowest)")
         priority = max(_CLASSES[asked], self.key.max_priority)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,6 +102,17 @@ def test_a_port_that_another_gateway_has(port: int, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert f"port {port} of 127.0.0.1 is in use: choose another with --port" in done.stderr
+
+
+def test_a_port_with_the_last_connections_of_another_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()
+            assert client.recv(1) == b""
+    command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", f"--port={port}", "--workers=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr == f"tidewheel: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
 
 def test_the_folder_of_a_killed_gateway_is_removed_by_the_next(port: int, run_dir: Path) -> None:

@@ -136,7 +136,10 @@ def _reserved(host: str, port: int) -> Iterator[int]:
     port = free_port(host, port, "--port")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((host, port))
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         yield port
 
 

@@ -19,6 +19,7 @@ _START_S = 30.0
 _SPAWN_EVERY_S = 1.0
 _POLL_S = 0.02
 _MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
+_RUN = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
 
 class EmbeddedRedis:
@@ -78,12 +79,12 @@ class EmbeddedRedis:
         packages = str(Path(locked_folder.__file__).parents[1])
         with self._log.open("wb" if is_long else "ab") as log:
             Child(
-                [sys.executable, "-sP", redis_guard.__file__, self._binary],
+                [sys.executable, "-Ic", _RUN, packages, redis_guard.__file__, self._binary],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
                 umask=0o077,
-                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "PYTHONPATH": packages},
+                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"},
             ).reap_on_thread()
 
 

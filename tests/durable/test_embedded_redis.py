@@ -12,6 +12,7 @@ import support.durable.needed  # noqa: F401
 from support.durable.processes import kill_redis, redis_of
 from support.triton.serving import wait_for
 from tidewheel_client import RequestError
+from tidewheel_process import locked_folder
 from tidewheel_queue import Queue
 from tidewheel_queue.embedded_redis import EmbeddedRedis
 
@@ -75,6 +76,19 @@ def test_the_guard_starts_a_killed_redis(folder: Path) -> None:
         first.kill()
         second = wait_for(lambda: (found := redis_of(folder)) and found != first and found, 60, "another Redis")
         assert second.parent() == guard
+
+
+def test_packages_do_not_shadow_the_standard_library(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the old `pathlib` on PyPI."""
+    packages = short_path / "packages"
+    packages.mkdir()
+    (packages / "pathlib.py").write_text("raise ImportError\n")
+    package = Path(locked_folder.__file__).parent
+    (packages / package.name).symlink_to(package)
+    monkeypatch.setattr(locked_folder, "__file__", str(packages / package.name / "locked_folder.py"))
+    monkeypatch.setattr("tidewheel_queue.embedded_redis._START_S", 5.0)
+    with Queue(short_path / "queue") as queue:
+        assert queue.result(queue.enqueue(prompt="x").id).state == "waiting"
 
 
 def test_only_its_user_may_enter(folder: Path) -> None:

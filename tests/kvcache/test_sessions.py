@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -113,6 +115,19 @@ def test_of_tenants_with_as_many_sessions_the_one_idle_for_longest_gives_way() -
     assert [gone.name for gone in table.add(session("d", "3"))] == [("b", "1")]
 
 
+def test_a_session_more_than_fit_takes_as_little_time_among_many_tenants() -> None:
+    limits = SessionLimits(tenants={"*": TenantLimits(each=True)})
+    table = filled(limits, *map(str, range(4096)))
+    calls: list[str] = []
+    sys.setprofile(lambda _, event, __: calls.append(event))
+    try:
+        dropped = table.add(session("new", "one"))
+    finally:
+        sys.setprofile(None)
+    assert [gone.name for gone in dropped] == [("0", "0")]
+    assert len(calls) < 500
+
+
 def test_a_session_that_is_used_all_the_time_leaves_no_trail() -> None:
     table = RecordingTable(SessionLimits())
     for moment in range(1000):
@@ -128,7 +143,7 @@ def test_a_session_that_is_used_all_the_time_leaves_no_trail() -> None:
 def test_check_invariants_sees_damage() -> None:
     table = RecordingTable(SessionLimits())
     table.add(session("acme", "one", 2))
-    of_tenant = table._accounts["*"]["acme"]
+    of_tenant = table._tenants["acme"]
     of_tenant.num_blocks = 3
     with pytest.raises(InternalError, match="blocks of tenant 'acme' are miscounted"):
         table.check_invariants()

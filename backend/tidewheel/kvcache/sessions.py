@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -47,25 +47,44 @@ class TenantSessions(dict[str, KVSession]):
     num_blocks = 0
 
 
-class SessionTable:
-    """Sessions by name, and by account and tenant in order of use.
+class Tally(Counter[str]):
+    """Counts by name. The leader has the highest; of equal counts, the one that changed longest ago."""
 
-    Above `max_sessions`, drop the least recently used session of the tenant with most sessions, in the account with
-    most. Of equal accounts or tenants, take the one that changed longest ago.
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[int, OrderedDict[str, None]] = {}
+
+    def add(self, name: str, change: int) -> None:
+        if count := self.pop(name, 0):
+            del self._names[count][name]
+            if not self._names[count]:
+                del self._names[count]
+        if count := count + change:
+            self[name] = count
+            self._names.setdefault(count, OrderedDict())[name] = None
+
+    def leader(self) -> str:
+        return next(iter(self._names[max(self._names)]))
+
+
+class SessionTable:
+    """Sessions by name, and by tenant in order of use.
+
+    Above `max_sessions`, drop the least recently used session of the tenant with most, in the account with most.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
         self.limits = limits
         self._sessions: dict[SessionName, KVSession] = {}
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()  # with blocks, least recently used first
-        self._accounts: dict[str, dict[str, TenantSessions]] = {}  # accounts and tenants: longest unchanged first
+        self._tenants: dict[str, TenantSessions] = {}
+        self._accounts = Tally()
+        self._members: defaultdict[str, Tally] = defaultdict(Tally)  # tenants by account
         self._expiries = EventHeap[KVSession](lambda event: self.get(*event.subject.name) is event.subject)
 
     def reconfigure(self, limits: SessionLimits) -> None:
-        sessions = list(self._sessions.values())
-        self.limits = limits
-        for index in (self._sessions, self._resident, self._accounts):
-            index.clear()
+        sessions = self._sessions.values()
+        SessionTable.__init__(self, limits)
         for session in sessions:
             self.put(session)
 
@@ -76,8 +95,7 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        of_tenant = self._tenants(tenant).get(tenant)
-        return 0 if of_tenant is None else of_tenant.num_blocks
+        return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def most_blocks(self, tenant: str, num_blocks: int) -> int:
         """Limit `num_blocks` to what one session of the tenant may keep."""
@@ -88,20 +106,20 @@ class SessionTable:
         """Add a session; drop an older one of that name, and sessions beyond the limits."""
         self.remove(*session.name)
         self._sessions[session.name] = session
-        of_tenant = self._changed(session.tenant)
+        of_tenant = self._tenants.setdefault(session.tenant, TenantSessions())
         of_tenant[session.session_id] = session
         of_tenant.num_blocks += len(session.blocks)
         if session.blocks:
             self._resident[session.name] = session
+        account = self._count(session.tenant, 1)
         self._expiries.push(session.expires_at, session, len(self._sessions))
         limits = limits_of(self.limits.tenants, session.tenant)
         while limits.max_blocks is not None and self.num_blocks(session.tenant) > limits.max_blocks:
             self._drop(next(one for one in of_tenant.values() if one.blocks))
-        if limits.max_sessions is not None:
-            while _num_sessions(tenants := self._tenants(session.tenant)) > limits.max_sessions:
-                self._drop(_first_to_go(tenants))
+        while limits.max_sessions is not None and self._accounts[account] > limits.max_sessions:
+            self._drop(self._first_to_go(account))
         while len(self._sessions) > self.limits.max_sessions:
-            self._drop(_first_to_go(max(self._accounts.values(), key=_num_sessions)))
+            self._drop(self._first_to_go(self._accounts.leader()))
 
     def remove(self, tenant: str, session_id: str) -> bool:
         """Drop a session; return False if unknown."""
@@ -119,7 +137,7 @@ class SessionTable:
 
     def give_up_blocks(self, session: KVSession, num_kept: int = 0) -> tuple[int, ...]:
         given = session.blocks[num_kept:]
-        self._tenants(session.tenant)[session.tenant].num_blocks -= len(given)
+        self._tenants[session.tenant].num_blocks -= len(given)
         session.blocks = session.blocks[:num_kept]
         if not session.blocks:
             self._resident.pop(session.name, None)
@@ -128,16 +146,16 @@ class SessionTable:
     def check_invariants(self) -> None:
         resident = [name for name, session in self._sessions.items() if session.blocks]
         require(resident == list(self._resident), "sessions with blocks are listed wrongly")
-        listed = 0
-        for account, tenants in self._accounts.items():
-            for tenant, of_tenant in tenants.items():
-                require(account_of(self.limits.tenants, tenant) == account, f"tenant {tenant!r} is in {account!r}")
-                own = {name: session for (of, name), session in self._sessions.items() if of == tenant}
-                require(list(own) == list(of_tenant) and bool(own), f"sessions of {tenant!r} are listed wrongly")
-                count = sum(len(session.blocks) for session in own.values())
-                require(count == of_tenant.num_blocks, f"blocks of tenant {tenant!r} are miscounted")
-                listed += len(own)
-        require(listed == len(self._sessions), "a session belongs to no tenant")
+        for tenant, of_tenant in self._tenants.items():
+            own = {name: session for (of, name), session in self._sessions.items() if of == tenant}
+            require(list(own) == list(of_tenant) and bool(own), f"sessions of {tenant!r} are listed wrongly")
+            count = sum(len(session.blocks) for session in own.values())
+            require(count == of_tenant.num_blocks, f"blocks of tenant {tenant!r} are miscounted")
+            counted = self._members[account_of(self.limits.tenants, tenant)][tenant]
+            require(counted == len(own), f"sessions of {tenant!r} are miscounted")
+        totals = {account: members.total() for account, members in self._members.items()}
+        require(totals == self._accounts, "accounts are miscounted")
+        require(self._accounts.total() == len(self._sessions), "a session belongs to no tenant")
         waiting = set(map(id, self._expiries))
         require(all(id(session) in waiting for session in self._sessions.values()), "a session never expires")
         require(len(self._sessions) <= self.limits.max_sessions, "there are too many sessions")
@@ -146,32 +164,23 @@ class SessionTable:
         """Free a dropped session's blocks. Subclasses override this."""
 
     def _drop(self, session: KVSession) -> None:
-        tenant = session.tenant
         del self._sessions[session.name]
         self._resident.pop(session.name, None)
-        of_tenant = self._changed(tenant)
+        of_tenant = self._tenants[session.tenant]
         del of_tenant[session.session_id]
         of_tenant.num_blocks -= len(session.blocks)
         if not of_tenant:
-            tenants = self._tenants(tenant)
-            del tenants[tenant]
-            if not tenants:
-                del self._accounts[account_of(self.limits.tenants, tenant)]
+            del self._tenants[session.tenant]
+        self._count(session.tenant, -1)
         self._release(session)
 
-    def _tenants(self, tenant: str) -> dict[str, TenantSessions]:
-        return self._accounts.get(account_of(self.limits.tenants, tenant), {})
-
-    def _changed(self, tenant: str) -> TenantSessions:
+    def _count(self, tenant: str, change: int) -> str:
         account = account_of(self.limits.tenants, tenant)
-        tenants = self._accounts[account] = self._accounts.pop(account, {})
-        tenants[tenant] = of_tenant = tenants.pop(tenant, None) or TenantSessions()
-        return of_tenant
+        self._accounts.add(account, change)
+        self._members[account].add(tenant, change)
+        if not self._accounts[account]:
+            del self._members[account]
+        return account
 
-
-def _num_sessions(tenants: Mapping[str, TenantSessions]) -> int:
-    return sum(map(len, tenants.values()))
-
-
-def _first_to_go(tenants: Mapping[str, TenantSessions]) -> KVSession:
-    return next(iter(max(tenants.values(), key=len).values()))
+    def _first_to_go(self, account: str) -> KVSession:
+        return next(iter(self._tenants[self._members[account].leader()].values()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
 
 from tidewheel.server import ServeError
-from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.endpoints import Endpoints, free_port, is_loopback
 
 
 def test_zero_takes_different_free_ports() -> None:
@@ -39,6 +40,15 @@ def test_one_port_for_two_endpoints() -> None:
 def test_hosts_that_are_not_here(host: str) -> None:
     with pytest.raises(ServeError, match=f"--host is '{host}'"):
         Endpoints(host=host).chosen()
+
+
+def test_a_machine_without_the_family_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: int) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", refused)
+    with pytest.raises(ServeError, match=r"cannot listen on ::1 port 0 \(--port\): Address family not supported"):
+        free_port("::1", 0, "--port")
 
 
 def test_addresses() -> None:

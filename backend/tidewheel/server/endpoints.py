@@ -59,23 +59,24 @@ class Endpoints:
 
 def bound(host: str, port: int, option: str) -> socket.socket:
     """Return a socket that listens on `port` (0: a free one). Raise `ServeError`, which names `option`."""
-    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Like Triton: a port with only TIME_WAIT connections is free.
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        one.bind((host, port))
-        one.listen(1)
-    except OSError as error:
-        one.close()
-        if isinstance(error, socket.gaierror):
-            reason = f"--host is {host!r}: no such address"
-        elif error.errno == errno.EADDRINUSE:
-            reason = f"port {port} of {host} is in use: choose another with {option} (0 takes a free one)"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            reason = f"--host is {host!r}: not an address of this machine"
-        else:
-            reason = f"cannot listen on {host} port {port} ({option}): {error.strerror}"
-        raise ServeError(reason) from None
+    with contextlib.ExitStack() as failed:
+        try:
+            one = failed.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            # Like Triton: a port with only TIME_WAIT connections is free.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((host, port))
+            one.listen(1)
+        except OSError as error:
+            if isinstance(error, socket.gaierror):
+                reason = f"--host is {host!r}: no such address"
+            elif error.errno == errno.EADDRINUSE:
+                reason = f"port {port} of {host} is in use: choose another with {option} (0 takes a free one)"
+            elif error.errno == errno.EADDRNOTAVAIL:
+                reason = f"--host is {host!r}: not an address of this machine"
+            else:
+                reason = f"cannot listen on {host} port {port} ({option}): {error.strerror}"
+            raise ServeError(reason) from None
+        failed.pop_all()
     return one
 
 

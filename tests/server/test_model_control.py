@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -176,6 +177,16 @@ def test_a_restart_takes_back_what_was_being_loaded(tmp_path: Path, monkeypatch:
         triton.control.handle(Command("load", "b"))
     assert folder_names(triton.served) == ["a"]
     triton.control.note_restart("again")
+
+
+@pytest.mark.timeout(60)
+def test_half_a_command_holds_up_no_other(tmp_path: Path) -> None:
+    done: list[Command] = []
+    with ControlSocket(tmp_path / "c", done.append), socket.socket(socket.AF_UNIX) as half:
+        half.connect(str(tmp_path / "c"))
+        half.send(b"\0")
+        ask_server(tmp_path / "c", "load", "this")
+    assert done == [Command("load", "this")]
 
 
 def test_commands_are_answered_in_turn(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -142,7 +143,10 @@ class ControlSocket:
             try:
                 with self._listener.accept() as connection:
                     if connection.poll(READ_S):
-                        connection.send_bytes(self._do(connection.recv_bytes(MAX_BYTES)).encode(errors="replace"))
+                        os.set_blocking(connection.fileno(), False)
+                        command = connection.recv_bytes(MAX_BYTES)
+                        os.set_blocking(connection.fileno(), True)
+                        connection.send_bytes(self._do(command).encode(errors="replace"))
             except (OSError, EOFError):  # of a client that has gone, or without a free descriptor
                 self._closed.wait(_RETRY_S)
 

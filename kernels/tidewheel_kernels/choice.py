@@ -40,7 +40,7 @@ _operations: set[str] = set()
 
 
 def preferences() -> dict[str, Preference]:
-    """Return preferences by operation ("": all others). Raise `KernelUnavailable` for unknown words."""
+    """Parse `TIDEWHEEL_KERNELS`: a preference by operation, "" for all others. Raise `KernelUnavailable`."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     found: dict[str, Preference] = {"": "auto"}
     for item in filter(None, value.split(",")):

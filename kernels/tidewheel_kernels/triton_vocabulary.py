@@ -25,7 +25,7 @@ def chunk_maxima(x):
 
 @triton.jit
 def chunk_weights(x, maxima, scale):
-    """Return [TILE] sums of ``exp2((x - maximum) * scale)``."""
+    """Return [TILE] sums of ``exp2((x - maximum) * scale)`` over the second axis of `x` [TILE, CHUNK]."""
     origin = tl.where(maxima == float("-inf"), 0.0, maxima)
     return tl.sum(tl.exp2((x - origin[:, None]) * scale), axis=1)
 

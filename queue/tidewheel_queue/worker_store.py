@@ -63,8 +63,8 @@ class WorkerStore:
     ) -> list[TakenJob]:
         """Return up to `room` jobs, within a class those of dead workers first.
 
-        `gone` maps dead workers to their last heartbeats; a worker with a newer one keeps its jobs. `claim` takes
-        jobs given back too.
+        `gone` maps dead workers to their last heartbeats; a worker with a newer one keeps its jobs. `claim`: take
+        also jobs that workers gave back.
         """
         workers = [part for worker in gone.items() for part in worker]
         options = (room, self.max_attempts, int(claim), int(lowest_first))

@@ -166,7 +166,10 @@ class BenchSuite:
 
 
 def lone_tpot(outcomes: Sequence[RequestOutcome], ttft: float) -> float:
-    """Return the median TPOT in seconds. Unstreamed answers count `ttft` as their TTFT. Raise `BenchError`."""
+    """Return the median TPOT in seconds of requests that ran alone. Raise `BenchError` if none was answered.
+
+    `ttft`: assumed seconds to the first token of answers that were not streamed.
+    """
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
         for o in outcomes

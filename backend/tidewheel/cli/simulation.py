@@ -142,7 +142,7 @@ def verdict(result: ScenarioResult) -> str:
 
 
 def alike(results: Sequence[ScenarioResult]) -> list[str]:
-    """Return one sentence: which policies have equal results, and why; an empty list if all differ."""
+    """Return a list with one sentence, on which policies have equal results and why, or without if all differ."""
     same = [(a, b) for a, b in itertools.combinations(results, 2) if a.load == b.load and a.figures == b.figures]
     if not same:
         return []

@@ -148,7 +148,7 @@ class WorkMeter:
         self._num_full = 0
 
     def observe(self, state: FleetState) -> FleetWork:
-        """Return the estimates after this state. Raise `ValueError` if the clock went back."""
+        """Return smoothed rates of work after a fleet's new state. Raise `ValueError` if its clock went back."""
         last, self._last = self._last, state
         seconds = 0.0 if last is None else state.now - last.now
         if seconds < 0:

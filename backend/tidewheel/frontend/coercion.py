@@ -109,7 +109,7 @@ def to_text(name: str, value: object) -> str:
 
 
 def to_texts(name: str, value: object) -> tuple[str, ...]:
-    """Return texts without the empty ones of TensorRT-LLM's clients. An empty `stop` raises `InvalidRequest`."""
+    """Return the texts that are not empty (TensorRT-LLM clients pad). Raise `InvalidRequest` for an empty `stop`."""
     items = value if isinstance(value, list | tuple) else [value]
     texts = tuple(to_text(name, item) for item in items)
     if name == "stop" and "" in texts:

@@ -271,13 +271,13 @@ class TokenColumns:
         return np.array(seconds, np.float64), first
 
     def note_output(self, key: int) -> None:
-        """Mark that a request has output outside these arrays."""
+        """Mark that a request has output that is kept elsewhere."""
         slot = key & _SLOTS
         with self._lock:
             self._has_output[slot] = self._keys[slot] == key
 
     def note_token(self, key: int, now_ns: int) -> int:
-        """Record the time of a token outside these arrays. Return the previous token's time (ns), or 0."""
+        """Record the time of a token that is kept elsewhere. Return the previous token's time (ns), or 0."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys[slot] != key:
@@ -316,7 +316,7 @@ class TokenColumns:
         return int(np.count_nonzero(self._is_awaited))
 
     def next_taken_ns(self) -> int | None:
-        """Return the time of the last `take` of the key that is first in `due`, or None."""
+        """Return the earliest time (ns) at which tokens of an awaited key with output were last taken, or None."""
         with self._lock:
             taken_ns = self._taken_ns[self._is_awaited & self._has_output]
         return int(taken_ns.min()) if len(taken_ns) else None

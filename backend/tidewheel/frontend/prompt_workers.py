@@ -58,7 +58,7 @@ class PromptWorkers:
             self._worker(index)
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        """Return token ids [num_tokens] int32. Plain spans become no special tokens. Raise as `run`."""
+        """Return token ids [num_tokens] int32. Special tokens in `plain` spans are text. Raise as `run` does."""
         found = self.run(EncodeJob(text, add_special_tokens, plain))
         return np.frombuffer(found.token_ids, dtype="<i4").astype(np.int32, copy=False)
 

@@ -78,7 +78,7 @@ class StatsRecorder:
             self._stats.num_received += 1
 
     def single_tokens(self, seconds: Float64Array) -> None:
-        """Count single tokens. `seconds` [num_tokens]: since the previous token of the same sequence."""
+        """Count deltas of one token each. `seconds` [num_tokens]: since the previous token of its sequence."""
         with self._lock:
             self._stats.num_generation_tokens += len(seconds)
             self._stats.inter_token_latency.observe_all(seconds)

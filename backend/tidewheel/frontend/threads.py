@@ -193,7 +193,7 @@ class ResponseSenders:
         columns: TokenColumns,
         answer: Callable[[LiveRequest, int], None],
     ) -> None:
-        """A turn calls `answer(request, begin_ns)`."""
+        """Start the threads. A turn sends what a request has: it calls `answer(request, time of its begin in ns)`."""
         self._live = live
         self._columns = columns
         self._answer = answer
@@ -209,7 +209,7 @@ class ResponseSenders:
         self._senders = Workers("sender", self._num_senders, self._take, self._turn)
 
     def put(self, request: LiveRequest) -> None:
-        """Queue a request's turn before all waiting streams."""
+        """Let a sender answer this request before all streams that wait."""
         with self._changed:
             self._urgent.append(request)
             self._changed.notify()

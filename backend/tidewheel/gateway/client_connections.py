@@ -66,7 +66,7 @@ class ConnectionTable:
         self._open.discard(connection)
 
     def note(self, connection: ClientConnection, activity: _Activity | None) -> None:
-        """Set the activity of an open connection; None removes the connection."""
+        """Set what an open connection does: idle, stalled or served; None removes it."""
         for address in (connection.address, _ALL) if connection in self._open else ():
             group = self._groups.setdefault(address, {"idle": {}, "stalled": {}, "served": {}})
             for connections in group.values():

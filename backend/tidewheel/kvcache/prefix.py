@@ -91,7 +91,7 @@ NO_HIT = PrefixHit((), 0)
 
 
 class PrefixCache:
-    """Index of cached prefixes in pool, host tier and sessions, and of prefixes being computed; empty if disabled."""
+    """Index of prefixes that are cached (in pool, host tier or sessions) or being computed; empty if disabled."""
 
     def __init__(
         self, pool: BlockPool, host: BlockPool, sessions: SessionTable, block_size: int, *, is_enabled: bool

@@ -164,7 +164,7 @@ class WaitingSet:
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield the waiting requests that a newcomer, leader of `count` requests, may displace, in order.
+        """Yield the waiting sequences that a newcomer, first of `count` sequences, may displace, in order.
 
         Without fairness: lower classes, lowest and newest first. With fairness, in turn:
         1. lower classes of tenants whose `max_priority` is below the newcomer's class;

@@ -295,9 +295,9 @@ def invariant_attention(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Compute `paged_attention` with one kernel and loop for decodes and prompts.
+    """Compute `paged_attention` so that a query's result is bitwise the same in any batch.
 
-    A query takes its tiles of keys in turn; keys that only other queries of its program see have weight 0.
+    Decodes and prompts use one kernel and loop: each query adds its keys tile by tile, in order.
     """
     shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     tile, fp8 = (shape.head_dim, shape.group, shape.block_size, q.element_size()), scales is not None

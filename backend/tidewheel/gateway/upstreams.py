@@ -215,10 +215,8 @@ class Upstreams:
         A failed server gets no retry of this attempt; a lost server gets no requests until its next poll.
         """
         while True:
-            if not self._has_fit(attempt):
+            while (authority := self._router.choose(attempt.route, self._unfit(attempt))) is None:
                 await self._wait(attempt)
-            authority = self._router.choose(attempt.route, self._unfit(attempt))
-            assert authority is not None
             upstream, routed = self._members[authority], self._router.chosen(attempt.route, authority)
             upstream.num_open += 1
             try:

@@ -271,13 +271,13 @@ class TokenColumns:
         return np.array(seconds, np.float64), first
 
     def note_output(self, key: int) -> None:
-        """Mark that a request has output that is kept elsewhere."""
+        """Mark that a request has output from a `Delta`."""
         slot = key & _SLOTS
         with self._lock:
             self._has_output[slot] = self._keys[slot] == key
 
     def note_token(self, key: int, now_ns: int) -> int:
-        """Record the time of a token that is kept elsewhere. Return the previous token's time (ns), or 0."""
+        """Record when a `Delta` brought a token. Return the previous token's time (ns), or 0 if none."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys[slot] != key:

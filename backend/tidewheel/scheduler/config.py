@@ -18,7 +18,7 @@ class SchedulerConfig(SchedulingSettings):
 
     @property
     def num_rows(self) -> int:
-        """Largest number of running requests: the token budget of a step has a token for each."""
+        """Limit of running sequences; each needs a token of a step's token budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def differs(self, other: SchedulerConfig, *names: str) -> bool:

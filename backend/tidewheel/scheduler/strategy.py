@@ -42,7 +42,7 @@ class Strategy:
         self._num_left = max(self._num_left - num_joined, 0)
 
     def observe_batch(self, latency_s: float) -> None:
-        """Learn the time from a batch's oldest arrival to its end, in seconds."""
+        """Learn the seconds from a batch's oldest arrival to its first step's end."""
 
     def _form(self, now: float, view: JoinView) -> int:
         raise NotImplementedError

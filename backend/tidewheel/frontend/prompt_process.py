@@ -99,7 +99,7 @@ class PromptLimits(NamedTuple):
 
 
 class JobRunner:
-    """Runner of jobs; its process sets the limits. Methods raise `InvalidRequest` or `Unsupported`."""
+    """Tokenizer, chat template and grammar compiler that do jobs. Methods raise `InvalidRequest` or `Unsupported`."""
 
     def __init__(self, folder: TokenizerFolder) -> None:
         """Load a folder's tokenizer and chat template. Raise `ConfigError`."""

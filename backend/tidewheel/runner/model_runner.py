@@ -129,7 +129,7 @@ class ModelRunner:
 
     @classmethod
     def _measured(cls, parts: RunnerParts, accelerator: CudaAccelerator | None, sizes: GraphSizes) -> StepMemory:
-        """Measure the largest step with a minimal cache; on a CPU, run the smallest and estimate."""
+        """Measure the largest step's memory with a minimal cache; on a CPU, run the smallest step and estimate."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
 

@@ -111,7 +111,7 @@ def choose_victims(
     growing: Iterable[int] = (),
     min_victims: int = 0,
 ) -> list[int] | None:
-    """Return the first of `rows` whose preemption frees `num_missing` blocks; None if all free too few.
+    """Return the first rows that together free `num_missing` blocks, less superfluous ones; None if all free too few.
 
     A victim in `growing` saves one more block: the one that it was to get. Blocks in `kept` do not count.
     """

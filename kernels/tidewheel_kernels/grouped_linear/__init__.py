@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import torch
+
+from tidewheel_kernels.choice import Op, preference_for
+from tidewheel_kernels.grouped_linear.lanes import LaneWeights
+from tidewheel_kernels.grouped_linear.reference import (
+    INPUT_GROUP,
+    GroupedWeights,
+    dequantize,
+    grouped_linear_reference,
+    join_outputs,
+    quantize_groups,
+)
+from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKernel, mixed_dtypes, native_library
+
+ArrangedWeights = GroupedWeights | LaneWeights
+
+_grouped_linear = NativeKernel("grouped_linear", *[POINTER] * 5, *[LONG] * 2, THREADS)
+WORDS_PER_INPUT_GROUP = INPUT_GROUP // 4 + 2  # 32 codes of 8 bits, a scale, and the sum of the codes
+
+
+def arrange(weights: GroupedWeights) -> ArrangedWeights:
+    """Return weights in the layout that `grouped_linear` reads fastest: lanes for the C kernel, else as they are."""
+    on_cpu = weights.codes.device.type == "cpu" and preference_for("grouped_linear") == "auto"
+    return LaneWeights(weights) if on_cpu and native_library(torch.float32) is not None else weights
+
+
+def grouped_linear(
+    x: torch.Tensor,  # [num_rows, in_features], last dimension contiguous
+    weights: ArrangedWeights,
+    bias: torch.Tensor | None = None,  # [out_features] in x's dtype
+) -> torch.Tensor:
+    """Return ``x @ weights.T + bias`` [num_rows, out_features] in x's dtype; sums are float32.
+
+    The C kernel rounds x to 8 bits, with a scale by row and 32 inputs. A row with NaN or infinity changes no other.
+    """
+    if x.shape[1] != weights.in_features:
+        raise ValueError(f"x has {x.shape[1]} inputs, and the weights {weights.in_features}")
+    return _OP.chosen[x.device, x.dtype](x, weights, bias)
+
+
+def grouped_linear_native(x: torch.Tensor, weights: ArrangedWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is not None and bias.dtype != x.dtype:
+        raise mixed_dtypes(x.dtype, bias)
+    if isinstance(weights, GroupedWeights):
+        return grouped_linear_reference(x, weights, bias)
+    num_rows = x.shape[0]
+    out = torch.empty(num_rows, weights.out_features, dtype=x.dtype)
+    scratch = torch.empty(num_rows * weights.in_features // INPUT_GROUP * WORDS_PER_INPUT_GROUP, dtype=torch.int32)
+    _grouped_linear[x.dtype](
+        weights.address, x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), scratch.data_ptr(),
+        num_rows, x.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _by_reference(x: torch.Tensor, weights: ArrangedWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    by_rows = weights if isinstance(weights, GroupedWeights) else weights.by_rows()
+    return grouped_linear_reference(x, by_rows, bias)
+
+
+def grouped_embedding(
+    token_ids: torch.Tensor,  # [num_tokens] int64
+    weights: ArrangedWeights,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the rows [num_tokens, in_features] of the token ids."""
+    if isinstance(weights, LaneWeights):
+        return dequantize(weights.outputs(token_ids)).to(dtype)
+    minimums = None if weights.minimums is None else weights.minimums[token_ids]
+    rows = GroupedWeights(weights.codes[token_ids], weights.scales[token_ids], minimums, weights.bits)
+    return dequantize(rows).to(dtype)
+
+
+_OP = Op("grouped_linear", __name__, reference=_by_reference, cpu=_by_reference, native=grouped_linear_native)
+
+__all__ = [
+    "ArrangedWeights",
+    "GroupedWeights",
+    "LaneWeights",
+    "arrange",
+    "dequantize",
+    "grouped_embedding",
+    "grouped_linear",
+    "join_outputs",
+    "quantize_groups",
+]

@@ -88,7 +88,7 @@ class WorkerStore:
         return bool(await self._persistently("fail", self.consumer, *given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-        """Send a heartbeat. Return ids of lost jobs, and heartbeats of other workers with jobs."""
+        """Send a heartbeat. Return ids of lost jobs, and other busy workers' counts of heartbeats."""
         lost, others = await self._persistently("beat", self.consumer, *ids)
         return lost, dict(zip(others[::2], others[1::2], strict=True))
 

@@ -209,7 +209,7 @@ class DecodeSplits(NamedTuple):
 
 @lru_cache
 def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> DecodeSplits:
-    """Return limits for splits of decodes. They use host values only, since a CUDA graph freezes them."""
+    """Return limits of extra programs and keys per split, from host values: a CUDA graph freezes both."""
     wanted, resident = (
         cdiv(PROGRAMS_PER_SM * num_sms, num_kv_heads),
         RESIDENT_PROGRAMS_PER_SM * num_sms // num_kv_heads,

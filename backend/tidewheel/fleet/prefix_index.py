@@ -12,7 +12,7 @@ _MAX_STAIRS = 4
 
 
 class CachedDepths(NamedTuple):
-    """Numbers of a prompt's leading chunks that each replica has cached: `of_level[levels[slot]]`."""
+    """Number of a prompt's leading chunks (equal pieces) cached by replica `slot`: `of_level[levels[slot]]`."""
 
     of_level: tuple[int, ...]
     levels: npt.NDArray[np.uint8]

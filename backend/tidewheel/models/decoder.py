@@ -241,12 +241,12 @@ class Decoder:
                 )
 
     def quantize(self) -> None:
-        """Round the layers' matrices to 8 bits and drop `destinations`. Embedding and output matrix stay."""
+        """Round the layers' matrices, once loaded, to 8 bits. Embedding and output matrix stay."""
         self.destinations.clear()
         self.weights_bytes -= sum(layer.quantize() for layer in self._linears if layer is not self.lm_head)
 
     def pack(self) -> None:
-        """Arrange weights for computation and drop `destinations`."""
+        """Arrange weights, all loaded, for computation."""
         self.destinations.clear()
         for layer in self._linears:
             layer.pack()

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from support.models import tiny_models
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, ModelConfig, native_traits, parse_config
-from tidewheel.models.model_folder import ConfigFields, architecture, checkpoint_dtype, read_config
+from tidewheel.models.config_fields import ConfigFields
+from tidewheel.models.model_folder import architecture, checkpoint_dtype, read_config
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],

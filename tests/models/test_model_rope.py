@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.model_folder import ConfigFields
+from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.rope_table import RopeConfig, cos_sin_table, inverse_frequencies, parse_rope
 
 HEAD_DIM = 128

@@ -7,7 +7,8 @@ from typing import Any
 
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import config_refusal
-from tidewheel.models.model_folder import MAX_CONTEXT, ConfigFields, architecture
+from tidewheel.models.config_fields import MAX_CONTEXT, ConfigFields
+from tidewheel.models.model_folder import architecture
 from tidewheel.models.rope_table import RopeConfig, parse_rope
 
 _ALIBI = "its attention adds ALiBi position biases"

@@ -11,8 +11,9 @@ from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import ModelConfig, native_traits, parse_config
 from tidewheel.models.causal_lm import CausalLM, Progress
+from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.model_folder import ConfigFields, architecture, checkpoint_dtype
+from tidewheel.models.model_folder import architecture, checkpoint_dtype
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
 from tidewheel.runner.device import check_quantization, resolve_cache_dtype, resolve_dtype

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -9,13 +8,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import MAX_CONFIG_BYTES, foreign_format
+from tidewheel.models.config_fields import ConfigFields
 from tidewheel.regular_files import read_object
 
 log = logging.getLogger(__name__)
 
-MAX_INT = 2**31 - 1
-MAX_CONTEXT = 1 << 24  # tokens: a rotation table takes 1 KiB each at a head of 128
-MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 # Code and pickled weights are never fetched.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
@@ -33,67 +30,6 @@ def read_config(folder: Path) -> ConfigFields:
     if "auto_map" in fields.values:
         raise ConfigError(f"{path}: auto_map asks to run code from the model folder, which is never done")
     return fields
-
-
-class ConfigFields:
-    """Typed access to a JSON object; a `ConfigError` names file, key and value."""
-
-    def __init__(self, values: Mapping[str, object], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def section(self, key: str) -> ConfigFields:
-        value = self.values.get(key)
-        if value is None:
-            return ConfigFields({}, f"{self.where}: {key}")
-        if not isinstance(value, dict):
-            raise self.error(key, "an object")
-        return ConfigFields(value, f"{self.where}: {key}")
-
-    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(key, f"an integer from {low} to {high}")
-        return value
-
-    def optional_integer(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
-            raise self.error(key, f"a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}")
-        return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        return None if self.values.get(key) is None else self.number(key)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, "text")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        value = self.values.get(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(key, "a list of texts")
-        return tuple(value)
-
-    def error(self, key: str, wanted: str) -> ConfigError:
-        if key not in self.values:
-            return ConfigError(f"{self.where}: {key} is missing")
-        return ConfigError(f"{self.where}: {key} is {self.values[key]!r}, it must be {wanted}")
-
-    def _value(self, key: str, default: object) -> object:
-        value = self.values.get(key)
-        return default if value is None else value
 
 
 def architecture(fields: ConfigFields) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.model_folder import MAX_CONTEXT, ConfigFields
+from tidewheel.models.config_fields import MAX_CONTEXT, ConfigFields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

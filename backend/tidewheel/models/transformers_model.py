@@ -19,7 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, check_class, check_config
 from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
-from tidewheel.models.model_folder import ConfigFields, architecture, one_line
+from tidewheel.models.config_fields import ConfigFields
+from tidewheel.models.model_folder import architecture, one_line
 from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
 from tidewheel.models.weights import named
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache

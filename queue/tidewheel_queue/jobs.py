@@ -26,7 +26,7 @@ _TEXT = Meta(description="it must be text")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Queued request with exactly one of `prompt`, `messages` and `input_ids`. Errors quote the descriptions."""
+    """Queued request with exactly one of `prompt`, `messages` and `input_ids`. Errors quote fields' descriptions."""
 
     id: Annotated[str, _TEXT] = ""  # empty: a new one
     prompt: Annotated[str | None, _TEXT] = None

@@ -58,7 +58,7 @@ class NumberSeries:
             self._open(value)
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
-        """Publish numbers by label value. Without `is_ours`, only note them: another front end publishes them."""
+        """Publish the metric's values, by label. Without `is_ours`, only note them: another front end publishes."""
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():

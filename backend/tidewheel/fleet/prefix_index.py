@@ -44,7 +44,7 @@ class PrefixIndex:
         del self._stamps[slot]
 
     def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return the last-use stamp of each leading chunk that the slot has cached."""
+        """Return the last-use stamp of each leading chunk that the replica has cached."""
         stamps, found = self._stamps[slot], []
         for chunk in chunks:
             if (stamp := stamps.get(chunk)) is None:
@@ -53,7 +53,7 @@ class PrefixIndex:
         return tuple(found)
 
     def depths(self, chunks: Sequence[int], num_slots: int) -> CachedDepths | None:
-        """Return how many leading chunks each slot has cached, or None if all are 0.
+        """Return how many leading chunks each replica has cached, or None if all are 0.
 
         Numbers other than the `_MAX_STAIRS` largest count as 0.
         """
@@ -82,7 +82,7 @@ class PrefixIndex:
         return [*stairs, (len(chunks), slots)] if chunks else stairs
 
     def touch(self, slot: int, chunks: Sequence[int]) -> int:
-        """Record the use of chunks by a slot, and return the stamp of this use."""
+        """Record the use of chunks by a replica, and return the stamp of this use."""
         self._now += 1
         stamps, holders, bit = self._stamps[slot], self._holders, 1 << slot
         for chunk in reversed(chunks):  # the first chunk, which most prompts share, is forgotten last
@@ -93,7 +93,7 @@ class PrefixIndex:
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
-        """Remove given chunks of a slot, unless they were used after the time `stamp`."""
+        """Remove given chunks of a replica, unless they were used after the time `stamp`."""
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:

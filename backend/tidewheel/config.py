@@ -17,7 +17,7 @@ from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "fp8_e4m3"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["auto", "none", "fp8", "int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
@@ -96,7 +96,7 @@ class EngineConfig(SchedulingSettings):
     download_dir: str = ""  # folder where models of a Hugging Face id are kept; empty: Hugging Face's cache
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
-    quantization: Quantization = "none"  # fp8: 8-bit weights and products, made at load; not of the output matrix
+    quantization: Quantization = "auto"  # auto: weights as stored; none: as dtype; fp8, int8, int4: rounded at load
     deterministic: bool = False  # a request's tokens do not depend on what else runs; slower, native models on a GPU
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
@@ -176,7 +176,7 @@ class EngineConfig(SchedulingSettings):
             raise ConfigError(f"batch_size is read by scheduling_strategy static, not by {strategy}: remove one")
         if self.batch_size is not None and self.batch_size > self.max_num_seqs:
             raise ConfigError(f"batch_size is {self.batch_size}: max_num_seqs allows {self.max_num_seqs}")
-        if self.deterministic and self.quantization != "none":
+        if self.deterministic and self.quantization not in ("auto", "none"):
             raise ConfigError(
                 f"deterministic is true, and quantization is {self.quantization}: torch multiplies 8 bits, and its "
                 "sums may depend on the batch; set deterministic to false, or quantization to none"

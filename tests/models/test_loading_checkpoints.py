@@ -18,10 +18,10 @@ from support.models.odd_files import ODD_FILES, put_odd_file
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import model_folder
-from tidewheel.models.causal_lm import no_progress
-from tidewheel.models.decoder import Decoder, Linear, can_pack
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.linear import Linear, can_pack
 from tidewheel.models.model_folder import resolve_folder
-from tidewheel.models.weights import INDEX_NAME, SINGLE_NAME, fill_random
+from tidewheel.models.weight_source import INDEX_NAME, SINGLE_NAME, RandomWeights, uncounted
 from tidewheel.runner.loading import load_parts
 
 CPU = torch.device("cpu")
@@ -219,7 +219,7 @@ def test_dummy_weights_are_made_in_place_by_one_launch_a_tensor() -> None:
     tensors = {f"{i}.weight": torch.empty(8, 4, dtype=torch.bfloat16) for i in range(5)}
     tensors["norm.weight"] = torch.empty(4, dtype=torch.bfloat16)
     with Launches() as launches:
-        fill_random(tensors, 0, no_progress)
+        RandomWeights({}, torch.bfloat16, 0).copy(tensors, uncounted)
     assert launches.operations == [("normal_", torch.bfloat16)] * 5 + [("fill_", torch.bfloat16)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidewheel.models.decoder import Linear, can_pack, padded_rows
+from tidewheel.models.linear import Linear, can_pack, padded_rows
 
 
 def test_few_row_counts_and_little_waste() -> None:

@@ -14,7 +14,7 @@ from support.runner.decode_workloads import KINDS, workload
 from support.runner.step_loop import StepLoop
 from tidewheel.config import CacheDType, EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.decoder import InvariantLinear
+from tidewheel.models.linear import InvariantLinear
 from tidewheel.models.loader import check_through_transformers
 from tidewheel.runner import device, loading
 from tidewheel.runner.model_runner import ModelRunner

@@ -1,4 +1,4 @@
-"""Weights of 8 bits, made at load: less memory, and logits close to those of the files' weights."""
+"""Weights of 8 and 4 bits, made at load: less memory, and logits close to those of the files' weights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from support.runner.step_loop import StepLoop
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ForwardInput
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
@@ -42,16 +43,33 @@ def logits_of(parts: RunnerParts) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.qwen2, tiny_models.qwen3])
-def test_logits_are_close_and_weights_smaller(tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
-    tiny_models.save(make, tmp_path)
-    exact, rounded = parts_of(tmp_path), parts_of(tmp_path, quantization="fp8")
+@pytest.mark.parametrize(
+    ("quantization", "error", "share"), [("fp8", 0.2, 0.7), ("int8", 0.05, 0.35), ("int4", 0.4, 0.3)]
+)
+def test_logits_are_close_and_weights_smaller(
+    tmp_path: Path, make: Callable[..., PreTrainedModel], quantization: str, error: float, share: float
+) -> None:
+    tiny_models.save(lambda: make(intermediate_size=128), tmp_path)
+    exact, rounded = parts_of(tmp_path), parts_of(tmp_path, quantization=quantization)
     difference = logits_of(rounded) - logits_of(exact)
-    assert 0 < (difference.square().mean() / logits_of(exact).square().mean()).sqrt() < 0.2
-    assert rounded.model.weights_bytes < 0.7 * exact.model.weights_bytes
+    assert 0 < (difference.square().mean() / logits_of(exact).square().mean()).sqrt() < error
+    assert rounded.model.weights_bytes < share * exact.model.weights_bytes
     assert rounded.info.weights_bytes == rounded.model.weights_bytes
-    matrices = [layer for layer in rounded.model._linears if layer is not rounded.model.lm_head]
-    assert {layer.weight.dtype for layer in matrices} == {FP8}
-    assert rounded.model.lm_head.weight.dtype != FP8
+
+
+def test_fp8_leaves_the_output_matrix(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.llama, tmp_path)
+    model = parts_of(tmp_path, quantization="fp8").model
+    assert isinstance(model, Decoder)
+    assert {layer.weight.dtype for layer in model.to_fill} == {FP8}
+    assert model.lm_head not in model.to_fill
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_random_weights_are_rounded_too(tmp_path: Path, quantization: str) -> None:
+    tiny_models.save(lambda: tiny_models.llama(tie_word_embeddings=True, intermediate_size=128), tmp_path)
+    logits = logits_of(parts_of(tmp_path, quantization=quantization, load_format="dummy"))
+    assert logits.isfinite().all()
 
 
 def test_together_with_a_cache_of_8_bits_and_graphs(checkpoint: Path) -> None:
@@ -69,8 +87,12 @@ def test_together_with_a_cache_of_8_bits_and_graphs(checkpoint: Path) -> None:
 
 def test_a_matrix_that_has_no_such_size_is_named(tmp_path: Path) -> None:
     tiny_models.save(lambda: tiny_models.llama(intermediate_size=100), tmp_path)
-    with pytest.raises(ConfigError, match="a matrix of 200 x 64, and products of 8 bits need multiples of 16"):
+    with pytest.raises(ConfigError, match=r"gate_proj.weight is in a matrix of 200 x 64, and .* multiples of 16"):
         parts_of(tmp_path, quantization="fp8")
+    with pytest.raises(
+        ConfigError, match=r"down_proj.weight is in a matrix of 64 x 100, and .* multiples of 32 columns"
+    ):
+        parts_of(tmp_path, quantization="int4")
 
 
 def test_models_that_run_through_transformers_are_refused(tmp_path: Path) -> None:

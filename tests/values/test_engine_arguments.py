@@ -84,7 +84,7 @@ def test_what_is_not_offered_is_refused_with_the_reason(name: str) -> None:
     [
         ("enable_lora", True, "LoRA is not offered; remove it"),
         ("enable_lora", "True", "LoRA is not offered"),
-        ("quantization", "awq", "quantization is 'awq': choose one of none, fp8"),
+        ("quantization", "awq", "quantization is 'awq': choose one of auto, none, fp8, int8, int4"),
         ("quantization_config", {"bits": 4}, "quantised files are not served"),
         ("tensor_parallel_size", "4", "one device serves one engine"),
         ("speculative_config", {"method": "ngram"}, "speculative decoding is not offered"),

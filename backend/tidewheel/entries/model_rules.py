@@ -20,8 +20,8 @@ from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.model_folder import cached_folder, read_config
-from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
+from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
+from tidewheel.models.weights import check_weights_fit
 from tidewheel.runner.device import check_deterministic, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
@@ -59,7 +59,7 @@ class ModelJudge:
         self._device = torch.device("cpu")
         self._vocab_size: int | None = None
         self._plan: ModelPlan | None = None
-        self._files: list[SafetensorsFile] = []
+        self._source: WeightSource | None = None
 
     def problems(self) -> Iterator[Problem]:
         yield from _with_refusal(None, self._find_folder)
@@ -68,7 +68,7 @@ class ModelJudge:
         for file, step in (
             (None, self._find_device),
             (folder / "config.json", partial(self._read_config, folder)),
-            (folder, partial(self._read_files, folder)),
+            (folder, partial(self._open_source, folder)),
             (Path(self._config.tokenizer or folder), partial(self._try_tokenizer, folder)),
             (folder, partial(self._read_defaults, folder)),
             (None, self._judge_memory),
@@ -104,11 +104,11 @@ class ModelJudge:
             self._vocab_size, way = plan.through_transformers[1].vocab_size, "through transformers"
         self.implementation = f"{plan.architecture}, {way}"
 
-    def _read_files(self, folder: Path) -> None:
-        if self._config.load_format != "dummy":
-            self._files = checkpoint_files(folder)
-            if self._plan is not None and self._plan.native is not None:
-                check_names(self._files, self._plan.native.destinations, self._plan.native.ignores)
+    def _open_source(self, folder: Path) -> None:
+        if self._plan is not None:
+            self._source = self._plan.open_source()
+        elif self._config.load_format != "dummy":
+            SafetensorsFolder(folder)
 
     def _try_tokenizer(self, folder: Path) -> None:
         config, vocab_size = self._config, self._vocab_size or UNKNOWN_VOCABULARY
@@ -128,14 +128,14 @@ class ModelJudge:
         if (decoder := self._plan.native) is not None:
             layout = CacheLayout(decoder.shape, 1, self._plan.cache_dtype)
             self.cache_of_a_request = _cache_of_a_request(self._plan, layout)
-        if not self._is_this_machine:
+        if not self._is_this_machine or self._source is None:
             return ()
-        self.needs, shortened = self._needs(self._plan)
+        self.needs, shortened = self._needs(self._plan, self._source)
         return [note("", shortened)] if shortened else ()
 
-    def _needs(self, plan: ModelPlan) -> tuple[MemoryNeeds, str]:
+    def _needs(self, plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str]:
         config, decoder, device = self._config, plan.native, plan.device
-        weights = plan.weights_bytes(self._files)
+        weights = plan.weights_bytes(source)
         check_weights_fit(weights, plan.dtype, device)
         check_deterministic(config.deterministic, device)
         cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""

@@ -2,117 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding
 
-from tidewheel.config import Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
+from tidewheel.models.linear import FormatChoice, GroupFormat, Linear, Weights, stored_as_dtype
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import (
     AttentionMetadata,
-    invariant_linear,
     paged_attention,
-    quantize_rows,
     rms_norm,
     rope_and_cache,
-    scaled_linear,
     silu_and_mul,
 )
-from tidewheel_kernels.scaled_linear import MULTIPLE as QUANTIZED_MULTIPLE
-
-# Rows for which oneDNN chooses its layout; the layout for 16 and more also suits fewer.
-PACKED_ROWS = 64
-FINELY_PADDED_ROWS = 64
-
-
-class Linear:
-    """Product ``x @ weight.T + bias``. On a CPU, oneDNN's blocked layout is up to three times faster for few rows."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self._packed: torch.Tensor | None = None
-        self._scales: torch.Tensor | None = None  # [out_features, 1], of 8-bit weights
-
-    def quantize(self) -> int:
-        """Round the weights to 8 bits, with a scale for each output. Return the bytes saved."""
-        before = self.weight.nbytes
-        self.weight, self._scales = quantize_rows(self.weight)
-        return before - self.weight.nbytes - self._scales.nbytes
-
-    def pack(self) -> None:
-        if self._scales is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
-            self.weight = torch.empty(0, dtype=self.weight.dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._scales is not None:
-            return scaled_linear(x, self.weight, self._scales, self.bias)
-        if self._packed is None:
-            return linear(x, self.weight, self.bias)
-        num_rows = x.shape[0]
-        extra = padded_rows(num_rows) - num_rows
-        if extra:
-            x = pad(x, (0, 0, 0, extra))
-        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return packed[:num_rows]
-
-
-class InvariantLinear(Linear):
-    """Linear layer whose result for a row is bitwise the same in any batch."""
-
-    def pack(self) -> None:
-        pass
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return invariant_linear(x, self.weight, self.bias)
-
-
-def padded_rows(num_rows: int) -> int:
-    """Round up a number of rows: by one at most in decode steps, else by a quarter. oneDNN keeps 0.5 MB per size."""
-    steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
-    step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
-    return -(-num_rows // step) * step
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-class Weights:
-    """Empty weight tensors by checkpoint name; parts of a fused matrix are views."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> None:
-        self._dtype, self._device = dtype, device
-        self.is_invariant = invariant
-        self.by_name: dict[str, torch.Tensor] = {}
-        self.linears: list[Linear] = []
-
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        self.by_name[f"{name}.weight"] = tensor = self._empty(*shape)
-        return tensor
-
-    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
-        weights = self._empty(sum(parts.values()), in_features)
-        biases = self._empty(sum(parts.values())) if bias else None
-        for kind, fused in (("weight", weights), ("bias", biases)):
-            if fused is not None:
-                views = torch.split(fused, list(parts.values()))
-                self.by_name |= {f"{prefix}{name}.{kind}": view for name, view in zip(parts, views, strict=True)}
-        return self.linear_of(weights, biases)
-
-    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        self.linears.append((InvariantLinear if self.is_invariant else Linear)(weight, bias))
-        return self.linears[-1]
-
-    def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+from tidewheel_kernels.scaled_linear import MULTIPLE as FP8_MULTIPLE
 
 
 class Attention:
@@ -194,7 +99,7 @@ def add_norm(
 
 
 class Decoder:
-    """Native `CausalLM`. To load weights, fill all `destinations`, then call `pack`."""
+    """Native `CausalLM`. To load weights, copy to all `destinations`, fill all layers `to_fill`, then call `pack`."""
 
     is_capturable = True
 
@@ -206,8 +111,9 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool = False,
+        format_of: FormatChoice = stored_as_dtype,
     ) -> None:
-        weights = Weights(dtype, device, invariant=deterministic)
+        weights = Weights(dtype, device, invariant=deterministic, format_of=format_of)
         self.config = config
         self.shape = ModelShape(
             config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, config.hidden_size,
@@ -215,35 +121,41 @@ class Decoder:
         )  # fmt: skip
         # Otherwise a row that changes its logits would have the whole batch drawn from float32.
         self._logits_dtype = torch.float32 if deterministic else dtype
-        self.embedding = weights.tensor("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.embedding = weights.table("model.embed_tokens", config.vocab_size, config.hidden_size)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
         self.layers = [DecoderLayer(config, layer, weights, cos_sin) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm", config.hidden_size)
-        if config.tie_word_embeddings:
-            self.lm_head = weights.linear_of(self.embedding)
-        else:
+        if not config.tie_word_embeddings:
             self.lm_head = weights.linear("", config.hidden_size, {"lm_head": config.vocab_size})
+        elif isinstance(self.embedding, Linear):
+            self.lm_head = self.embedding
+        else:
+            self.lm_head = weights.linear_of(self.embedding)
         self.destinations = weights.by_name
+        self.shapes = weights.shapes()
+        self.to_fill = [layer for layer in weights.linears if layer.format is not None]
         self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
+        self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
         self._linears = weights.linears
 
     def ignores(self, name: str) -> bool:
         """Return whether a checkpoint tensor is unused: old rotation tables, copies of tied matrices."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
-    def check_quantization(self, wanted: Quantization) -> None:
-        """Raise `ConfigError` if a matrix has a size that 8-bit products do not support."""
-        for rows, columns in (layer.weight.shape for layer in self._linears if layer is not self.lm_head):
-            if wanted != "none" and (rows % QUANTIZED_MULTIPLE or columns % QUANTIZED_MULTIPLE):
+    def check_formats(self) -> None:
+        """Raise `ConfigError` if a matrix has a size that its format does not support."""
+        for layer in self.to_fill:
+            rows, columns = layer.weight.shape
+            if isinstance(layer.format, GroupFormat):
+                fits, needed = columns % layer.format.group_size == 0, f"{layer.format.group_size} columns"
+            else:
+                fits, needed = rows % FP8_MULTIPLE == columns % FP8_MULTIPLE == 0, str(FP8_MULTIPLE)
+            if not fits:
+                name = next(iter(layer.parts))
                 raise ConfigError(
-                    f"quantization is {wanted}: the model has a matrix of {rows} x {columns}, and products of 8 bits "
-                    f"need multiples of {QUANTIZED_MULTIPLE}; set it to none"
+                    f"quantization: {name} is in a matrix of {rows} x {columns}, and its format needs multiples of "
+                    f"{needed}; set quantization to none"
                 )
-
-    def quantize(self) -> None:
-        """Round the layers' matrices, once loaded, to 8 bits. Embedding and output matrix stay."""
-        self.destinations.clear()
-        self.weights_bytes -= sum(layer.quantize() for layer in self._linears if layer is not self.lm_head)
 
     def pack(self) -> None:
         """Arrange weights, all loaded, for computation."""
@@ -264,6 +176,8 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return token embeddings [T, hidden_size], the first layer's `x`; its residual is None."""
+        if isinstance(self.embedding, Linear):
+            return self.embedding.rows(token_ids)
         return embedding(token_ids, self.embedding)
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:

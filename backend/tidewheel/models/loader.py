@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,22 +10,31 @@ import torch
 
 from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import ModelConfig, native_traits, parse_config
+from tidewheel.models.architectures import native_traits, parse_config
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.linear import GroupFormat
 from tidewheel.models.model_folder import architecture, checkpoint_dtype
-from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
+from tidewheel.models.weight_source import (
+    RandomWeights,
+    SafetensorsFolder,
+    WeightSource,
+    check_names,
+    format_choice,
+)
+from tidewheel.models.weights import check_weights_fit
 from tidewheel.runner.device import check_quantization, resolve_cache_dtype, resolve_dtype
 
 logger = logging.getLogger(__name__)
+STAGE = "weights"
 
 
 class ModelPlan(NamedTuple):
     """Model that a folder's configuration asks for, before weights are read."""
 
     folder: Path
+    fields: ConfigFields  # of `config.json`
     config: EngineConfig
     device: torch.device
     dtype: torch.dtype
@@ -34,14 +44,47 @@ class ModelPlan(NamedTuple):
     native: Decoder | None  # on no device
     through_transformers: tuple[Any, Any] = (None, None)  # class of the model, and its configuration
 
-    def files(self) -> list[SafetensorsFile]:
-        """Return the checkpoint's files, none for random weights. Raise `ConfigError`."""
-        return [] if self.config.load_format == "dummy" else checkpoint_files(self.folder)
-
-    def weights_bytes(self, files: list[SafetensorsFile]) -> int:
+    def open_source(self) -> WeightSource:
+        """Return the checked checkpoint, or random weights. Raise `ConfigError`."""
+        if self.config.load_format == "dummy":
+            shapes = {} if self.native is None else self.native.shapes
+            return RandomWeights(shapes, self.dtype, self.config.seed)
+        source = open_checkpoint(self.folder)
         if self.native is not None:
-            return self.native.weights_bytes
-        return sum(file.num_elements for file in files) * self.dtype.itemsize
+            check_names(source, self.native.shapes, self.native.ignores, self.folder)
+        elif any(isinstance(stored.kind, GroupFormat) for stored in source.tensors.values()):
+            raise ConfigError(
+                f"{self.folder}: the weights are quantised, and {self.architecture} runs through transformers, which "
+                "needs float weights: take the model that they were made of"
+            )
+        return source
+
+    def weights_bytes(self, source: WeightSource) -> int:
+        if self.native is None:
+            return sum(math.prod(stored.shape) for stored in source.tensors.values()) * self.dtype.itemsize
+        return self.decoder(source, torch.device("meta")).weights_bytes
+
+    def decoder(self, source: WeightSource, device: torch.device) -> Decoder:
+        """Return the native model with weights to be loaded, in the formats that the setting or `source` asks for."""
+        assert self.native is not None
+        decoder = Decoder(
+            self.native.config,
+            max_model_len=self.max_model_len if device.type != "meta" else 1,
+            dtype=self.dtype,
+            device=device,
+            deterministic=self.config.deterministic,
+            format_of=format_choice(self.config.quantization, source),
+        )
+        if self.config.deterministic and decoder.to_fill:
+            raise ConfigError(
+                f"deterministic is true, and the weights of {self.folder} are quantised: set quantization to none, "
+                "or deterministic to false"
+            )
+        return decoder
+
+
+def open_checkpoint(folder: Path) -> WeightSource:
+    return SafetensorsFolder(folder)
 
 
 def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device: torch.device) -> ModelPlan:
@@ -50,12 +93,13 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
     name, traits = architecture(fields), native_traits(fields)
-    plan = partial(ModelPlan, folder, config, device, dtype, cache_dtype, name)
+    plan = partial(ModelPlan, folder, fields, config, device, dtype, cache_dtype, name)
     if traits is not None:
         shape = parse_config(fields, traits)
         max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
-        native = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
-        native.check_quantization(config.quantization)
+        format_of = format_choice(config.quantization)
+        native = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
+        native.check_formats()
         return plan(max_model_len, native)
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import transformers_config
@@ -68,44 +112,49 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
     return plan(resolve_max_model_len(config.max_model_len, context), None, (cls, hf_config))
 
 
-def load_model(plan: ModelPlan, files: list[SafetensorsFile], progress: Progress) -> CausalLM:
-    """Load the model from the plan's `files`. Raise `ConfigError`."""
+def load_model(plan: ModelPlan, source: WeightSource, progress: Progress) -> CausalLM:
+    """Load the model from the plan's `source`. Raise `ConfigError`."""
     way = "through transformers" if plan.native is None else "on the native decoder"
     logger.info("%s runs %s", plan.architecture, way)
-    check_weights_fit(plan.weights_bytes(files), plan.dtype, plan.device)
+    check_weights_fit(plan.weights_bytes(source), plan.dtype, plan.device)
     if plan.native is not None:
-        return _load_native(plan, plan.native.config, files, progress)
+        return _load_native(plan, source, progress)
     from tidewheel.models.transformers_model import load_transformers_model
 
-    seed = None if files else plan.config.seed
+    seed = plan.config.seed if isinstance(source, RandomWeights) else None
     model = load_transformers_model(*plan.through_transformers, plan.folder, seed, plan.dtype, plan.device)
     progress(STAGE, 1.0)
     return model
 
 
-def _load_native(plan: ModelPlan, shape: ModelConfig, files: list[SafetensorsFile], progress: Progress) -> CausalLM:
-    config, dtype, device = plan.config, plan.dtype, plan.device
+def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> CausalLM:
     try:
-        decoder = Decoder(
-            shape, max_model_len=plan.max_model_len, dtype=dtype, device=device, deterministic=config.deterministic
-        )
+        decoder = plan.decoder(source, plan.device)
     except RuntimeError as error:  # the CPU allocator raises it, and CUDA a subclass
-        raise ConfigError(f"{plan.folder}: the weights do not fit into the memory of {device} as {dtype}") from error
-    if files:
-        load_weights(files, decoder.destinations, progress, ignored=decoder.ignores)
-    else:
-        fill_random(decoder.destinations, config.seed, progress)
-    if config.quantization == "fp8":
-        decoder.quantize()
+        raise ConfigError(
+            f"{plan.folder}: the weights do not fit into the memory of {plan.device} as {plan.dtype}"
+        ) from error
+    total = sum(source.tensors[name].num_bytes for name in decoder.shapes)
+    done = 0
+
+    def read(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(STAGE, done / total)
+
+    source.copy(decoder.destinations, read)
+    for layer in decoder.to_fill:
+        layer.fill([source.matrix(name, plan.device) for name in layer.parts])
+        read(sum(source.tensors[name].num_bytes for name in layer.parts))
     decoder.pack()
     return decoder
 
 
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:
-    if config.quantization != "none":
+    if config.quantization not in ("auto", "none"):
         raise ConfigError(
             f"quantization is {config.quantization}: {architecture} runs through transformers, whose weights stay as "
-            "they are; set it to none"
+            "they are; set it to auto"
         )
     if config.deterministic:
         raise ConfigError(

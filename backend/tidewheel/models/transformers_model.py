@@ -22,7 +22,7 @@ from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.model_folder import architecture, one_line
 from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
-from tidewheel.models.weights import named
+from tidewheel.models.weight_source import named
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"

@@ -13,9 +13,8 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.loader import load_model, plan_model
+from tidewheel.models.loader import STAGE, load_model, plan_model
 from tidewheel.models.model_folder import read_config, resolve_folder
-from tidewheel.models.weights import STAGE
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
@@ -77,10 +76,10 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     fields = read_config(folder)
     stages(STAGE, 0.0)
     plan, claim = plan_model(folder, fields, config, device), None
-    files = plan.files()
+    source = plan.open_source()
     if device.type == "cpu":
-        claim = MemoryClaim(takes_share=config.has_automatic_cache, others=plan.weights_bytes(files))
-    model = load_model(plan, files, stages)
+        claim = MemoryClaim(takes_share=config.has_automatic_cache, others=plan.weights_bytes(source))
+    model = load_model(plan, source, stages)
     if device.type == "cpu":
         keep_freed_memory()
         if config.num_threads is None:

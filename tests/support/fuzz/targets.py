@@ -170,16 +170,15 @@ def safetensors(data: bytes) -> None:
     """Read a file with all its tensors, as float32."""
     import torch
 
-    from tidewheel.models.causal_lm import no_progress
-    from tidewheel.models.safetensors_file import SafetensorsFile
-    from tidewheel.models.weights import load_weights
+    from tidewheel.models.weight_source import SafetensorsFolder, uncounted
 
     with _folder({"model.safetensors": data}) as folder:
-        file = SafetensorsFile(folder / "model.safetensors")
+        source = SafetensorsFolder(folder)
+        (file,) = source.files
         assert all(file.data_start + entry.end <= len(data) for entry in file.entries.values())
         wanted = {name: torch.empty(entry.shape) for name, entry in file.entries.items() if entry.end > entry.begin}
         if wanted:
-            load_weights([file], wanted, no_progress, ignored=lambda name: True)
+            source.copy(wanted, uncounted)
 
 
 def model_folder(data: bytes) -> None:
@@ -191,7 +190,7 @@ def model_folder(data: bytes) -> None:
     from tidewheel.models.model_folder import checkpoint_dtype, read_config
     from tidewheel.models.rope_table import cos_sin_table
     from tidewheel.models.transformers_model import transformers_config
-    from tidewheel.models.weights import checkpoint_files
+    from tidewheel.models.weight_source import SafetensorsFolder
     from tidewheel.runner.device import resolve_dtype
 
     with _folder(_object(data)) as folder:
@@ -205,7 +204,7 @@ def model_folder(data: bytes) -> None:
             config = parse_config(fields, traits)
             cos_sin_table(config.rope, config.head_dim, min(config.context_length, 1024), torch.device("cpu"))
             Decoder(config, max_model_len=1, dtype=torch.float32, device=torch.device("meta"))
-        checkpoint_files(folder)
+        SafetensorsFolder(folder)
 
 
 def tokenizer(data: bytes) -> None:

@@ -1,0 +1,209 @@
+"""Linear layers, and the formats in which they hold their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import embedding, linear, pad
+
+from tidewheel_kernels import FP8, invariant_linear, quantize_rows, scaled_linear
+from tidewheel_kernels.grouped_linear import (
+    ArrangedWeights,
+    GroupedWeights,
+    arrange,
+    dequantize,
+    grouped_embedding,
+    grouped_linear,
+    join_outputs,
+    quantize_groups,
+)
+
+# Rows for which oneDNN chooses its layout; the layout for 16 and more also suits fewer.
+PACKED_ROWS = 64
+FINELY_PADDED_ROWS = 64
+
+
+class GroupFormat(NamedTuple):
+    """Integers that share a float16 scale, and a minimum if `has_minimums`, by output and `group_size` inputs."""
+
+    bits: Literal[4, 8]
+    group_size: int = 32
+    has_minimums: bool = False
+
+    def num_bytes(self, num_weights: int) -> int:
+        return num_weights * self.bits // 8 + num_weights // self.group_size * 2 * (1 + self.has_minimums)
+
+
+MatrixFormat = GroupFormat | Literal["fp8"] | None  # None: the model's dtype
+FormatChoice = Callable[[Sequence[str]], MatrixFormat]  # of matrices that one layer holds, by checkpoint names
+
+
+class Linear:
+    """Product ``x @ weight.T + bias``. On a CPU, oneDNN's blocked layout is up to three times faster for few rows.
+
+    A layer with a `format` is given its weights by `fill`; its `weight` is on the device "meta" until then.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        format: MatrixFormat = None,  # noqa: A002
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.format = format
+        self.parts = parts or {}  # outputs by checkpoint name, in order
+        self._packed: torch.Tensor | None = None
+        self._scales: torch.Tensor | None = None  # [out_features, 1], of fp8
+        self._groups: ArrangedWeights | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that weights of the layer's format take."""
+        if isinstance(self.format, GroupFormat):
+            return self.format.num_bytes(self.weight.numel())
+        if self.format == "fp8":
+            return self.weight.numel() * FP8.itemsize + self.weight.shape[0] * torch.float32.itemsize
+        return self.weight.nbytes
+
+    def fill(self, parts: Sequence[torch.Tensor | GroupedWeights]) -> None:
+        """Hold the matrices [outputs, in_features] of `parts` in the layer's format."""
+        if isinstance(self.format, GroupFormat):
+            self._groups = arrange(join_outputs([_grouped(part, self.format) for part in parts]))
+        else:
+            floats = [dequantize(part) if isinstance(part, GroupedWeights) else part for part in parts]
+            self.weight, self._scales = quantize_rows(torch.cat(floats).to(self.weight.dtype))
+
+    def pack(self) -> None:
+        if self.format is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
+            self.weight = torch.empty(0, dtype=self.weight.dtype)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the weights [num_indices, in_features] of some outputs."""
+        if self._groups is None:
+            return embedding(indices, self.weight)
+        return grouped_embedding(indices, self._groups, self.weight.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._groups is not None:
+            return grouped_linear(x, self._groups, self.bias)
+        if self._scales is not None:
+            return scaled_linear(x, self.weight, self._scales, self.bias)
+        if self._packed is None:
+            return linear(x, self.weight, self.bias)
+        num_rows = x.shape[0]
+        extra = padded_rows(num_rows) - num_rows
+        if extra:
+            x = pad(x, (0, 0, 0, extra))
+        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return packed[:num_rows]
+
+
+class InvariantLinear(Linear):
+    """Linear layer whose result for a row is bitwise the same in any batch."""
+
+    def pack(self) -> None:
+        pass
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return invariant_linear(x, self.weight, self.bias)
+
+
+def _grouped(part: torch.Tensor | GroupedWeights, wanted: GroupFormat) -> GroupedWeights:
+    if isinstance(part, GroupedWeights):
+        if part.bits <= wanted.bits:
+            return part
+        part = dequantize(part)
+    return quantize_groups(part, wanted.bits, wanted.group_size)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Round up a number of rows: by one at most in decode steps, else by a quarter. oneDNN keeps 0.5 MB per size."""
+    steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
+    step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
+    return -(-num_rows // step) * step
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def stored_as_dtype(_names: Sequence[str]) -> MatrixFormat:
+    return None
+
+
+class Weights:
+    """Empty weights of a model by checkpoint name: tensors to copy to, and layers to fill in their format."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        invariant: bool = False,
+        format_of: FormatChoice = stored_as_dtype,
+    ) -> None:
+        self._dtype, self._device, self._format_of = dtype, device, format_of
+        self.is_invariant = invariant
+        self.by_name: dict[str, torch.Tensor] = {}  # parts of a fused matrix are views
+        self.linears: list[Linear] = []
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        self.by_name[f"{name}.weight"] = tensor = self._empty(*shape)
+        return tensor
+
+    def table(self, name: str, num_rows: int, width: int) -> torch.Tensor | Linear:
+        """Return the table of embeddings: a tensor, or a layer if it has a format."""
+        if self._format_of([f"{name}.weight"]) is None:
+            return self.tensor(name, num_rows, width)
+        return self.linear("", width, {name: num_rows})
+
+    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
+        num_outputs = sum(parts.values())
+        biases = self._empty(num_outputs) if bias else None
+        if biases is not None:
+            self._add_views(prefix, parts, "bias", biases)
+        names = {f"{prefix}{name}.weight": count for name, count in parts.items()}
+        form = self._format_of(list(names))
+        if form is None:
+            weights = self._empty(num_outputs, in_features)
+            self._add_views(prefix, parts, "weight", weights)
+        else:
+            weights = torch.empty(num_outputs, in_features, dtype=self._dtype, device="meta")
+        return self._layer(weights, biases, form, names)
+
+    def linear_of(self, weight: torch.Tensor) -> Linear:
+        return self._layer(weight)
+
+    def _layer(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        form: MatrixFormat = None,
+        parts: Mapping[str, int] | None = None,
+    ) -> Linear:
+        kind = InvariantLinear if self.is_invariant else Linear
+        self.linears.append(kind(weight, bias, format=form, parts=parts))
+        return self.linears[-1]
+
+    def _add_views(self, prefix: str, parts: Mapping[str, int], kind: str, fused: torch.Tensor) -> None:
+        views = torch.split(fused, list(parts.values()))
+        self.by_name |= {f"{prefix}{name}.{kind}": view for name, view in zip(parts, views, strict=True)}
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor that a checkpoint must have."""
+        plain = {name: tuple(tensor.shape) for name, tensor in self.by_name.items()}
+        return plain | {
+            name: (rows, layer.weight.shape[1]) for layer in self.linears for name, rows in layer.parts.items()
+        }

@@ -60,6 +60,19 @@ def test_what_would_fit_into_four_gib_of_a_cpu(
     check_weights_fit(4 * GIB, dtype, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("free", "advice"),
+    [
+        (9, "set quantization to 'int8', which needs about 8.0 GiB"),
+        (5, "set quantization to 'int4', .* about 4.7 GiB"),
+    ],
+)
+def test_weights_that_would_fit_rounded(monkeypatch: pytest.MonkeyPatch, free: int, advice: str) -> None:
+    monkeypatch.setattr(weights, "available_host_bytes", lambda: free * GIB)
+    with pytest.raises(ConfigError, match=advice):
+        check_weights_fit(15 * GIB, torch.bfloat16, torch.device("cpu"), can_round=True)
+
+
 def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, 16, 24)
     check_weights_fit(16 * GIB, torch.bfloat16, CUDA)

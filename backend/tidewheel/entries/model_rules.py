@@ -21,7 +21,6 @@ from tidewheel.model_formats import foreign_format
 from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.model_folder import cached_folder, read_config
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
-from tidewheel.models.weights import check_weights_fit
 from tidewheel.runner.device import check_deterministic, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
@@ -135,8 +134,7 @@ class ModelJudge:
 
     def _needs(self, plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str]:
         config, decoder, device = self._config, plan.native, plan.device
-        weights = plan.weights_bytes(source)
-        check_weights_fit(weights, plan.dtype, device)
+        weights = plan.check_fits(source)
         check_deterministic(config.deterministic, device)
         cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
         if decoder is not None:

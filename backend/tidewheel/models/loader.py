@@ -64,6 +64,13 @@ class ModelPlan(NamedTuple):
             return sum(math.prod(stored.shape) for stored in source.tensors.values()) * self.dtype.itemsize
         return self.decoder(source, torch.device("meta")).weights_bytes
 
+    def check_fits(self, source: WeightSource) -> int:
+        """Return the bytes of the weights. Raise `ConfigError` if they exceed free memory."""
+        num_bytes = self.weights_bytes(source)
+        can_round = self.native is not None and not self.decoder(source, torch.device("meta")).to_fill
+        check_weights_fit(num_bytes, self.dtype, self.device, can_round=can_round and not self.config.deterministic)
+        return num_bytes
+
     def decoder(self, source: WeightSource, device: torch.device) -> Decoder:
         """Return the native model with weights to be loaded, in the formats that the setting or `source` asks for."""
         assert self.native is not None
@@ -116,7 +123,7 @@ def load_model(plan: ModelPlan, source: WeightSource, progress: Progress) -> Cau
     """Load the model from the plan's `source`. Raise `ConfigError`."""
     way = "through transformers" if plan.native is None else "on the native decoder"
     logger.info("%s runs %s", plan.architecture, way)
-    check_weights_fit(plan.weights_bytes(source), plan.dtype, plan.device)
+    plan.check_fits(source)
     if plan.native is not None:
         return _load_native(plan, source, progress)
     from tidewheel.models.transformers_model import load_transformers_model

@@ -58,7 +58,8 @@ def translate(settings: Mapping[str, object]) -> dict[str, object]:
     without_effect: list[str] = []
     origin: dict[str, str] = {}
     for name, value in settings.items():
-        if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
+        is_null = value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
+        if is_null and (name, value) != ("quantization", "none"):  # which makes floats of quantised weights
             continue
         if name in NOT_OFFERED:
             follows_model = name == "tokenizer_revision" and value == settings.get("revision")

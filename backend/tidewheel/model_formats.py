@@ -13,8 +13,10 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 MAX_CONFIG_BYTES = 16 << 20  # also of an index of weights
 _MAX_HEADER_BYTES = 1 << 20  # searched in a file of weights
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-_METHODS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8"}
-_OLD_FILES = {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ"}  # beside a config.json that says nothing
+QUANTIZATION_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8")
+QUANTIZATION_KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}  # and a default method
+OLD_QUANTIZATION_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}  # config.json says nothing
+FLOAT_MODEL = "take the float model that it was made of; quantization int8 or int4 rounds it at load"
 
 
 def foreign_format(model: Path) -> str:
@@ -26,10 +28,16 @@ def foreign_format(model: Path) -> str:
 
 def config_refusal(values: Mapping[str, object]) -> str:
     """Return why this `config.json` is not served (quantised, multimodal); empty without a reason."""
-    for key in ("quantization_config", "compression_config"):
-        if section := values.get(key):
-            method = section.get("quant_method") if isinstance(section, dict) else None
-            return _quantised(_METHODS.get(str(method), str(method or "a method that is not named")), key)
+    for key in QUANTIZATION_KEYS:
+        section = values.get(key)
+        if not isinstance(section, dict) or not section:
+            continue
+        method = section.get("quant_method", QUANTIZATION_KEYS[key])
+        if method not in QUANTIZATION_METHODS:
+            return (
+                f"the weights are quantised by {method or 'a method that is not named'} ({key}), and "
+                f"{', '.join(QUANTIZATION_METHODS)} are served: {FLOAT_MODEL}"
+            )
     for key, kind in (("vision_config", "vision-language"), ("audio_config", "speech")):
         if values.get(key):
             return f"it is a {kind} model ({key}), and multimodal models are not offered: take one of text alone"
@@ -69,24 +77,19 @@ def _gguf(model: Path) -> str:
 
 
 def _of_files(folder: Path) -> str:
-    values = _fields(folder / "config.json")
-    said = config_refusal(values)
-    if not said and values and _has_quantised_tensors(folder):
-        name = next((name for name in _OLD_FILES if (folder / name).is_file()), "")
-        said = _quantised(_OLD_FILES[name], name) if name else ""
+    said = config_refusal(_fields(folder / "config.json"))
     return f"{folder / 'config.json'}: {said}" if said else ""
+
+
+def old_quantization_file(folder: Path) -> Path | None:
+    """Return the file beside config.json in which older writers describe the quantised tensors of a folder."""
+    found = next((folder / name for name in OLD_QUANTIZATION_FILES if (folder / name).is_file()), None)
+    return found if found and _has_quantised_tensors(folder) else None
 
 
 def _has_quantised_tensors(folder: Path) -> bool:
     first = min(folder.glob("*.safetensors"), default=None)
     return first is not None and b'.qweight"' in _first_bytes(first, _MAX_HEADER_BYTES)
-
-
-def _quantised(method: str, where: str) -> str:
-    return (
-        f"the weights are quantised by {method} ({where}), and only float weights are served: take the float model "
-        "that they were made of; quantization fp8 makes 8 bits of it at load"
-    )
 
 
 def _fields(path: Path) -> dict[str, object]:

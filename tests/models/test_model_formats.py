@@ -48,14 +48,10 @@ FORMATS = {
         files(adapter_config__json={"base_model_name_or_path": "org/base"}, adapter_model__safetensors=""),
         "is a LoRA adapter of org/base, and no model: merge it",
     ),
-    "AWQ": (quantised(quant_method="awq"), r"quantised by AWQ \(quantization_config\).*take the float model"),
-    "GPTQ": (quantised(quant_method="gptq", bits=4), "quantised by GPTQ"),
-    "GPTQ of old": (
-        files(config__json=CONFIG, quantize_config__json={"bits": 4}, model__safetensors={"layers.0.qweight": {}}),
-        "quantised by GPTQ",
+    "bitsandbytes": (
+        quantised(load_in_4bit=True, quant_method="bitsandbytes"),
+        r"quantised by bitsandbytes \(quantization_config\).*take the float model",
     ),
-    "fp8": (quantised(quant_method="fp8"), "quantised by fp8 .*quantization fp8 makes 8 bits of it at load"),
-    "bitsandbytes": (quantised(load_in_4bit=True, quant_method="bitsandbytes"), "quantised by bitsandbytes"),
     "another method": (quantised(quant_method="quip"), "quantised by quip"),
     "vision": (files(config__json={**CONFIG, "vision_config": {"a": 1}}), "is a vision-language model"),
 }
@@ -87,7 +83,7 @@ def test_each_is_named_alike(tmp_path: Path, name: str, capsys: pytest.CaptureFi
 def test_a_model_beside_such_files_is_served(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.llama, tmp_path)
     word_piece().save(str(tmp_path / "tokenizer.json"))
-    files(a__gguf="GGUF", adapter_config__json={}, quantize_config__json={"bits": 4})(tmp_path)
+    files(a__gguf="GGUF", adapter_config__json={}, quantize_config__json={"bits": 3})(tmp_path)
     files(consolidated__safetensors=POINTER)(tmp_path)
     assert resolve_model(str(tmp_path)) == str(tmp_path)
     judge = ModelJudge(EngineConfig(model=str(tmp_path), num_blocks=64), is_this_machine=True)

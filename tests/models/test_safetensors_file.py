@@ -71,7 +71,7 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         (b'{"a": 1, "a": 2}', 0, "twice"),
         (header(a={"dtype": "F32", "shape": [1]}), 4, "must have dtype, shape and data_offsets"),
         (header(a=entry(0, 4, extra=1)), 4, "must have dtype, shape and data_offsets"),
-        (header(a=entry(0, 4, dtype="F8_E4M3")), 4, "has dtype 'F8_E4M3'"),
+        (header(a=entry(0, 4, dtype="F8_E5M2")), 4, "has dtype 'F8_E5M2'"),
         (header(a=entry(0, 4, dtype=["F32"])), 4, "has dtype"),
         (header(a=entry(0, 4, shape=[-1])), 4, "has shape"),
         (header(a=entry(0, 4, shape=[True])), 4, "has shape"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.linear import GroupFormat
 from tidewheel.models.model_folder import architecture, checkpoint_dtype
+from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
 from tidewheel.models.weight_source import (
     RandomWeights,
     SafetensorsFolder,
@@ -49,7 +51,7 @@ class ModelPlan(NamedTuple):
         if self.config.load_format == "dummy":
             shapes = {} if self.native is None else self.native.shapes
             return RandomWeights(shapes, self.dtype, self.config.seed)
-        source = open_checkpoint(self.folder)
+        source = open_checkpoint(self.folder, self.fields, {} if self.native is None else self.native.shapes)
         if self.native is not None:
             check_names(source, self.native.shapes, self.native.ignores, self.folder)
         elif any(isinstance(stored.kind, GroupFormat) for stored in source.tensors.values()):
@@ -90,8 +92,9 @@ class ModelPlan(NamedTuple):
         return decoder
 
 
-def open_checkpoint(folder: Path) -> WeightSource:
-    return SafetensorsFolder(folder)
+def open_checkpoint(folder: Path, fields: ConfigFields, expected: Collection[str]) -> WeightSource:
+    source, layout = SafetensorsFolder(folder), quantization_layout(folder, fields)
+    return source if layout is None else QuantizedFolder(source, layout, expected)
 
 
 def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device: torch.device) -> ModelPlan:

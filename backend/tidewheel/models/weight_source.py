@@ -147,14 +147,21 @@ def check_names(
             raise ConfigError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}, config.json asks for {list(shapes[name])}"
             )
-        if isinstance(stored.kind, torch.dtype) and not stored.kind.is_floating_point:
-            raise ConfigError(f"{stored.file}: {name} has dtype {stored.kind}; only float weights are served")
+        if isinstance(stored.kind, torch.dtype) and not _is_float(stored.kind):
+            raise ConfigError(
+                f"{stored.file}: {name} has dtype {stored.kind}; only float weights are served, and quantised "
+                "ones that config.json describes"
+            )
     missing = [name for name in shapes if name not in source.tensors]
     if missing:
         raise ConfigError(f"{where}: the checkpoint lacks {named(missing)}; its files and config.json do not match")
     left_over = [name for name in source.tensors if name not in shapes and not ignored(name)]
     if left_over:
         raise ConfigError(f"{where}: the checkpoint has {named(left_over)}, which config.json has no place for")
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1  # floats of 8 bits have scales
 
 
 def named(names: Iterable[str]) -> str:

@@ -1,0 +1,267 @@
+"""Checkpoints quantised by AWQ, GPTQ, compressed-tensors or fp8, as a source of weights.
+
+The tensors decide which layers are quantised; lists of modules left out (`modules_to_not_convert`, `ignore`) are not
+read. Scales of activations are unused: products round activations by row and group on a CPU, and not on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from tidewheel.errors import ConfigError
+from tidewheel.model_formats import (
+    FLOAT_MODEL,
+    MAX_CONFIG_BYTES,
+    OLD_QUANTIZATION_FILES,
+    QUANTIZATION_KEYS,
+    old_quantization_file,
+)
+from tidewheel.models.config_fields import ConfigFields
+from tidewheel.models.linear import GroupFormat
+from tidewheel.models.quantized_layers import (
+    GROUP_SIZES,
+    AwqLayout,
+    CompressedLayout,
+    Fp8Layout,
+    GptqLayout,
+    Layout,
+    MatrixSize,
+    PackedLayout,
+    TensorForm,
+    Tensors,
+)
+from tidewheel.models.weight_source import BytesRead, SafetensorsFolder, StoredTensor
+from tidewheel.regular_files import read_object
+from tidewheel_kernels.grouped_linear import GroupedWeights, dequantize, quantize_groups
+from tidewheel_kernels.grouped_linear.reference import Bits
+
+CPU = torch.device("cpu")
+T = TypeVar("T")
+BITS: tuple[Bits, ...] = (4, 8)
+ORDERS = ("group", "dynamic", "weight", "static")  # the last two leave the groups successive
+ROUNDED = GroupFormat(8)  # one product serves every device, and every kind of scale and order
+MAX_SHOWN_CHARS = 80
+# Scales of activations, unused.
+ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_scale_ub", "activation_scale")
+ALIASES: Mapping[str, tuple[str, ...]] = {"weight_scale": ("weight_scale_inv",)}  # both are factors
+
+
+def quantization_layout(folder: Path, fields: ConfigFields) -> Layout | None:
+    """Return the layout that a checkpoint declares for its quantised layers, or None. Raise `ConfigError`."""
+    for key, method in QUANTIZATION_KEYS.items():
+        if fields.values.get(key):
+            return _layout(fields.section(key), method)
+    path = old_quantization_file(folder)
+    if path is None:
+        return None
+    return _layout(ConfigFields(read_object(path, MAX_CONFIG_BYTES), str(path)), OLD_QUANTIZATION_FILES[path.name])
+
+
+def _layout(section: ConfigFields, method: str | None) -> Layout:
+    return PARSERS[_one_of(section, "quant_method", tuple(PARSERS), method)](section)
+
+
+def _one_of(section: ConfigFields, key: str, accepted: Sequence[T], default: T | None = None) -> T:
+    value = default if section.values.get(key) is None else section.values[key]
+    known = value.lower() if isinstance(value, str) else value
+    for choice in accepted:
+        if choice == known:
+            return choice
+    raise _refusal(section, key, f"only {' or '.join(map(str, accepted))} is served")
+
+
+def _refusal(section: ConfigFields, key: str, cause: str) -> ConfigError:
+    said = f"is {repr(section.values[key])[:MAX_SHOWN_CHARS]}" if key in section.values else "is missing"
+    return ConfigError(f"{section.where}: {key} {said}, and {cause}: {FLOAT_MODEL}")
+
+
+def _refuse_set(section: ConfigFields, *keys: str) -> None:
+    for key in keys:
+        if section.values.get(key):
+            raise _refusal(section, key, "this is not served")
+
+
+def _group_size(section: ConfigFields, key: str) -> int:
+    """Return the inputs of a group; 0 for a whole row, which files call -1."""
+    return 0 if section.values.get(key) == -1 else section.integer(key)
+
+
+def _awq(section: ConfigFields) -> Layout:
+    is_old = "w_bit" in section.values
+    _one_of(section, "version" if "version" in section.values else "format", ("gemm",), "gemm")
+    bits = _one_of(section, "w_bit" if is_old else "bits", BITS[:1])
+    return AwqLayout(bits, _group_size(section, "q_group_size" if is_old else "group_size"), needs_order=False)
+
+
+def _gptq(section: ConfigFields) -> Layout:
+    _refuse_set(section, "is_marlin_format")
+    _one_of(section, "pack_dtype", ("int32",), "int32")
+    if not all(name.startswith("-:") for name in section.section("dynamic").values):  # modules left out
+        raise _refusal(section, "dynamic", "only one scheme for all quantised layers is served")
+    key = "checkpoint_format" if "checkpoint_format" in section.values else "format"
+    version = _one_of(section, key, ("gptq", "gptq_v2"), "gptq")
+    bits, group_size = _one_of(section, "bits", BITS), _group_size(section, "group_size")
+    return GptqLayout(bits, group_size, section.flag("desc_act", False), version == "gptq")
+
+
+def _block(section: ConfigFields, key: str) -> tuple[int, int] | None:
+    match section.values.get(key):
+        case None:
+            return None
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    raise section.error(key, "two sizes, such as [128, 128]")
+
+
+def _compressed(section: ConfigFields) -> Layout:
+    _refuse_set(section, "kv_cache_scheme", "transform_config")
+    sparsity = section.section("sparsity_config")
+    if sparsity.values:
+        _one_of(sparsity, "format", ("dense",))
+    stored = _one_of(section, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    groups = section.section("config_groups")
+    schemes = [groups.section(name) for name in groups.values]
+    for scheme in schemes:
+        _refuse_set(scheme, "output_activations")
+    layouts = [_of_scheme(scheme.section("weights"), stored) for scheme in schemes]
+    if not layouts or any(layout != layouts[0] for layout in layouts):
+        raise _refusal(section, "config_groups", "one scheme for all quantised layers is needed")
+    return layouts[0]
+
+
+def _of_scheme(weights: ConfigFields, stored: str) -> Layout:
+    is_packed, is_float = stored == "pack-quantized", stored == "float-quantized"
+    kind = _one_of(weights, "type", ("int",) if is_packed else ("float",) if is_float else ("int", "float"), "int")
+    _refuse_set(weights, "dynamic")
+    size = weights.values.get("group_size")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    if kind == "float":
+        _one_of(weights, "num_bits", (8,))
+        strategy = _one_of(weights, "strategy", ("tensor", "channel", "block"), inferred)
+        return Fp8Layout(_block(weights, "block_structure") if strategy == "block" else None)
+    bits = _one_of(weights, "num_bits", BITS)
+    strategy = _one_of(weights, "strategy", ("tensor", "channel", "group"), inferred)
+    group_size = weights.integer("group_size") if strategy == "group" else 0
+    is_symmetric, needs_order = weights.flag("symmetric", True), _needs_order(weights)
+    if is_packed:
+        return PackedLayout(bits, group_size, needs_order, is_symmetric)
+    return CompressedLayout(8, group_size, needs_order, is_symmetric)
+
+
+def _needs_order(weights: ConfigFields) -> bool:
+    order = weights.values.get("actorder")
+    return bool(order) and (order is True or _one_of(weights, "actorder", ORDERS) in ORDERS[:2])
+
+
+PARSERS: dict[str, Callable[[ConfigFields], Layout]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "fp8": lambda section: Fp8Layout(_block(section, "weight_block_size")),
+    "fbgemm_fp8": lambda _: Fp8Layout(None),
+}
+
+
+class QuantizedLayer(NamedTuple):
+    names: dict[str, str]  # of its tensors, by the last part
+    size: MatrixSize
+
+
+class QuantizedFolder:
+    """Folder of safetensors that shows each quantised layer as one matrix, `X.weight`."""
+
+    def __init__(self, folder: SafetensorsFolder, layout: Layout, expected: Collection[str]) -> None:
+        """Check all layers, and read scales, zeros and orders. Raise `ConfigError`.
+
+        Biases of zeros, which old writers of GPTQ add to every layer, are dropped unless `expected`.
+        """
+        self._folder, self._layout = folder, layout
+        self._layers: dict[str, QuantizedLayer] = {}
+        self.tensors = {
+            name: stored
+            for name, stored in folder.tensors.items()
+            if name.rpartition(".")[2] not in ACTIVATION_TENSORS
+        }
+        for main in [name for name in self.tensors if self._is_main(name)]:
+            self._add(main)
+            bias = f"{main.removesuffix(layout.main)}bias"
+            if bias in self.tensors and bias not in expected and not folder.matrix(bias, CPU).float().any():
+                del self.tensors[bias]
+
+    def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
+        if floats := {name: tensor for name, tensor in destinations.items() if name not in self._layers}:
+            self._folder.copy(floats, read)
+        for name in destinations.keys() & self._layers:
+            matrix = self._stored(name, destinations[name].device)
+            destinations[name].copy_(dequantize(matrix) if isinstance(matrix, GroupedWeights) else matrix)
+            read(self.tensors[name].num_bytes)
+
+    def matrix(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
+        if name not in self._layers:
+            return self._folder.matrix(name, device)
+        matrix = self._stored(name, device)
+        with self._naming(self._layers[name].names[self._layout.main]):
+            return matrix if isinstance(matrix, GroupedWeights) else quantize_groups(matrix, ROUNDED.bits)
+
+    def _stored(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
+        layer = self._layers[name]
+        return self._layout.matrix(self._read(layer.names, device), layer.size)
+
+    def _is_main(self, name: str) -> bool:
+        part = name.rpartition(".")[2]
+        is_quantised = part != "weight" or self.tensors[name].kind in self._layout.main_dtypes
+        return part == self._layout.main and is_quantised
+
+    def _add(self, main: str) -> None:
+        """Replace the tensors of a layer by its matrix."""
+        prefix = main.removesuffix(self._layout.main)
+        with self._naming(main):
+            size = self._size(self.tensors[main])
+            names = {part: self._name(prefix, part, form) for part, form in self._layout.forms(size).items()}
+            names = {part: name for part, name in names.items() if name}
+            form = self._layout.format(self._read(names, CPU), size) or ROUNDED
+            names[self._layout.main] = main
+            file = [self.tensors.pop(name).file for name in names.values()][-1]
+            if (matrix := f"{prefix}weight") in self.tensors:
+                raise ValueError(f"{matrix} is beside it")
+        self._layers[matrix] = QuantizedLayer(names, size)
+        self.tensors[matrix] = StoredTensor(file, size, form)
+
+    def _size(self, main: StoredTensor) -> MatrixSize:
+        if len(main.shape) != 2 or not all(main.shape) or main.kind not in self._layout.main_dtypes:
+            raise ValueError(f"it has shape {list(main.shape)} and dtype {main.kind}")
+        size, multiple = self._layout.size(*main.shape), GROUP_SIZES[-1]
+        if size.in_features % multiple:
+            raise ValueError(f"the matrix has {size.in_features} inputs, and only multiples of {multiple} are served")
+        return size
+
+    def _name(self, prefix: str, part: str, form: TensorForm) -> str:
+        """Return the name of a checked tensor of a layer, empty if it is absent and not required."""
+        found = [prefix + each for each in (part, *ALIASES.get(part, ())) if prefix + each in self.tensors]
+        if len(found) != 1:
+            if found or form.is_required:
+                raise ValueError(f"{' and '.join(found)} are beside it" if found else f"{part} is missing beside it")
+            return ""
+        stored = self.tensors[found[0]]
+        if stored.shape not in form.shapes:
+            wanted = " or ".join(str(list(shape)) for shape in form.shapes)
+            raise ValueError(f"{part} has shape {list(stored.shape)}, and the configuration asks for {wanted}")
+        if stored.kind not in form.dtypes:
+            raise ValueError(f"{part} has dtype {stored.kind}, it must be one of {', '.join(map(str, form.dtypes))}")
+        return found[0]
+
+    def _read(self, names: Mapping[str, str], device: torch.device) -> Tensors:
+        return {part: self._folder.matrix(name, device) for part, name in names.items()}
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            file = self._folder.tensors[name].file
+            raise ConfigError(f"{file}: {name}: {error}; download the model again, or {FLOAT_MODEL}") from None

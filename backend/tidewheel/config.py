@@ -199,7 +199,7 @@ class EngineConfig(SchedulingSettings):
         if values.get("tokenizer") == values["model"]:
             del values["tokenizer"]
         for key in ("model", "tokenizer", "generation_config"):
-            if values.get(key) and base_dir is not None and (base_dir / str(values[key])).is_dir():
+            if values.get(key) and base_dir is not None and (base_dir / str(values[key])).exists():
                 values[key] = str((base_dir / str(values[key])).resolve())
         return cls(**values)
 

@@ -21,9 +21,7 @@ FLOAT_MODEL = "take the float model that it was made of; quantization int8 or in
 
 def foreign_format(model: Path) -> str:
     """Return a sentence about a path whose format is not served; empty for other paths."""
-    if model.is_file():
-        return _gguf(model) if model.suffix == ".gguf" else ""
-    return _pointer(model) or _adapter(model) or _gguf(model) or _of_files(model)
+    return _pointer(model) or _adapter(model) or _of_files(model) if model.is_dir() else ""
 
 
 def config_refusal(values: Mapping[str, object]) -> str:
@@ -67,13 +65,6 @@ def _adapter(folder: Path) -> str:
         return ""
     base = _fields(folder / "adapter_config.json").get("base_model_name_or_path") or "a model that it does not name"
     return f"{folder} is a LoRA adapter of {base}, and no model: merge it into that model with peft ({GUIDE})"
-
-
-def _gguf(model: Path) -> str:
-    path = model if model.is_file() else next(iter(sorted(model.glob("*.gguf"))), None)
-    if path is None or any(path.parent.glob("*.safetensors")):
-        return ""
-    return f"{path} is a GGUF file, and only safetensors are served: convert it with transformers ({GUIDE})"
 
 
 def _of_files(folder: Path) -> str:

@@ -113,10 +113,9 @@ def test_the_implementation_is_said(write: WriteEntry, capsys: pytest.CaptureFix
 def test_a_folder_that_holds_no_entry_is_named_if_it_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.gguf").write_text("GGUF")
-    for path in (tmp_path, tmp_path / "a.gguf"):
-        assert main(["check", str(path)]) == 2
-        assert f"{tmp_path / 'a.gguf'} is a GGUF file" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["check", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a LoRA adapter" in capsys.readouterr().err
 
 
 def test_json(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:

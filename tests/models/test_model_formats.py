@@ -39,9 +39,12 @@ def quantised(**section: object) -> Make:
 
 
 FORMATS = {
-    "GGUF file": (lambda folder: files(a__gguf="GGUF")(folder) / "a.gguf", "a.gguf is a GGUF file.* convert it"),
-    "folder of GGUF": (files(a__gguf="GGUF"), "a.gguf is a GGUF file.* convert it"),
-    "GGUF with config": (files(a__gguf="GGUF", config__json=CONFIG), "a.gguf is a GGUF file.* convert it"),
+    "GGUF file": (
+        lambda folder: files(a__gguf="GGUF")(folder) / "a.gguf",
+        "a.gguf is not a valid GGUF file.* download",
+    ),
+    "folder of GGUF": (files(a__gguf=POINTER), "a.gguf is not a valid GGUF file.* a pointer of Git LFS"),
+    "folder of two": (files(a__gguf="", b__gguf=""), "has 2 GGUF files: name one of them"),
     "pointer": (files(config__json=CONFIG, model__safetensors=POINTER), "a pointer of Git LFS.*run git lfs pull in"),
     "pointer alone": (files(config__json=POINTER), "config.json is a pointer of Git LFS"),
     "LoRA": (

@@ -102,7 +102,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
     others = {
         "model_repository": "" if repository is None else str(repository.resolve()),
         "models": [name for name in args.models.split(",") if name],
-        "model": str(Path(args.model).resolve()) if args.model and Path(args.model).is_dir() else args.model,
+        "model": str(Path(args.model).resolve()) if args.model and Path(args.model).exists() else args.model,
         "replicas": args.replicas[0],
         "max_replicas": args.replicas[1],
         "scaling_settings": dict(args.scaling_set),

@@ -16,7 +16,7 @@ from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.linear import GroupFormat
-from tidewheel.models.model_folder import architecture, checkpoint_dtype
+from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of
 from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
 from tidewheel.models.weight_source import (
     RandomWeights,
@@ -93,6 +93,12 @@ class ModelPlan(NamedTuple):
 
 
 def open_checkpoint(folder: Path, fields: ConfigFields, expected: Collection[str]) -> WeightSource:
+    if (file := gguf_file_of(folder)) is not None:
+        from tidewheel.models.gguf_file import GGUFFile
+
+        if not expected:
+            raise ConfigError(f"{file}: {architecture(fields)} is not served of GGUF files: take its safetensors")
+        return GGUFFile(file)
     source, layout = SafetensorsFolder(folder), quantization_layout(folder, fields)
     return source if layout is None else QuantizedFolder(source, layout, expected)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -17,6 +18,7 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 # Code and pickled weights are never fetched.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
+SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def read_config(folder: Path) -> ConfigFields:
@@ -51,12 +53,15 @@ def one_line(error: Exception, limit: int = 400) -> str:
 def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
     """Return the model's local folder, downloaded from Hugging Face to `cache_dir` (empty: its default) if needed."""
     folder = Path(model).expanduser()
+    if revision and folder.exists():
+        log.info("model is on disk: revision %r has no effect", revision)
+    file = gguf_file_of(folder)
+    if file is not None and not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+        from tidewheel.models.gguf_folder import derived_folder
+
+        return derived_folder(file)
     if folder.is_dir():
-        if revision:
-            log.info("model is a folder: revision %r has no effect", revision)
         return folder.resolve()
-    if folder.exists() and (refusal := foreign_format(folder)):
-        raise ConfigError(refusal)
     try:
         if folder.exists() or folder.is_absolute() or model.count("/") != 1:
             raise HFValidationError
@@ -67,6 +72,19 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
         raise ConfigError(
             f"model {model!r} is no folder and cannot be fetched from Hugging Face: {one_line(error)}"
         ) from None
+
+
+def gguf_file_of(model: Path) -> Path | None:
+    """Return the GGUF file that a path is, or that a folder holds. Raise `ConfigError` for several files."""
+    found = sorted(model.glob("*.gguf")) if model.is_dir() else [model] if model.suffix == ".gguf" else []
+    if not found or not found[0].is_file() or any(model.glob("*.safetensors")):
+        return None
+    if SPLIT.search(found[0].name):
+        merged = SPLIT.sub(".gguf", found[0].name)
+        raise ConfigError(f"{found[0]} is a part: run llama-gguf-split --merge {found[0]} {found[0].parent / merged}")
+    if len(found) > 1:
+        raise ConfigError(f"{model} has {len(found)} GGUF files: name one of them, such as {found[0]}")
+    return found[0]
 
 
 def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path | None:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -131,8 +131,14 @@ def _check_tiling(entries: list[tuple[str, TensorEntry]], data_size: int) -> Non
         raise HeaderError(f"its tensors need {position} bytes of data, the file has {data_size}")
 
 
+class TensorFile(Protocol):
+    path: Path
+    data_start: int  # bytes
+    entries: dict[str, TensorEntry]
+
+
 class FileChunk(NamedTuple):
-    file: SafetensorsFile
+    file: TensorFile
     begin: int  # bytes from the start of the data
     dtype: torch.dtype  # in the file
     destination: torch.Tensor  # flat view [n]
@@ -147,7 +153,7 @@ class FileChunk(NamedTuple):
 
 
 def plan_chunks(
-    files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
+    files: Iterable[TensorFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[FileChunk]:
     chunks: list[FileChunk] = []
     for file in files:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tidewheel.adapter.repository_entry import ORIGIN, check_settings, real_entry
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import foreign_format
+from tidewheel.models.model_folder import gguf_file_of, resolve_folder
 
 TWIN_SUFFIX = "_infer"
 _AHEAD_S = 5 * 365 * 86400  # later than any change of a file while a server runs
@@ -28,10 +29,13 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
 
 
 def resolve_model(model: str) -> str:
-    """Return the folder or Hugging Face id of a model. Raise `ConfigError` for anything else."""
+    """Return the folder, GGUF file or Hugging Face id of a model. Raise `ConfigError` for anything else."""
     folder = Path(model).expanduser()
     if model and folder.exists() and (refusal := foreign_format(folder)):
         raise ConfigError(refusal)
+    if model and gguf_file_of(folder) is not None:
+        resolve_folder(model)
+        return str(folder.absolute())
     if model and folder.is_dir():
         if not (folder / "config.json").exists():
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
@@ -43,7 +47,7 @@ def resolve_model(model: str) -> str:
 
 def served_name(model: str) -> str:
     folder = Path(model).expanduser()
-    name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1]
+    name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1].removesuffix(".gguf")
     return re.sub(r"[^\w.-]+", "_", name).strip("._-") or "model"
 
 

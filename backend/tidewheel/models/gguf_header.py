@@ -1,0 +1,166 @@
+"""Header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+Every size is checked before it is read. `gguf.GGUFReader` maps the file, which ends the process if the file shrinks,
+reads a list for as long as its length claims, and takes 11 s where this reader takes 0.2 s (150,000 tokens).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
+
+from tidewheel.errors import ConfigError
+from tidewheel.regular_files import open_regular
+
+MAX_HEADER_BYTES = 100_000_000  # a vocabulary of 256,000 tokens and their merges takes 15 MB
+MAX_COUNT = 1 << 22  # of tensors, of keys, or of the values of a list
+MAX_DIMENSIONS = 4
+TAKE_ANOTHER = "take a file of another type, such as Q4_K_M or Q8_0"
+_SCALARS = {
+    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT32: "f", GGUFValueType.FLOAT64: "d", GGUFValueType.BOOL: "?",
+}  # fmt: skip
+
+
+class GGUFHeaderError(ValueError):
+    pass
+
+
+class GGUFTensor(NamedTuple):
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]  # rows first, unlike in the file
+    begin: int  # bytes from the start of the data
+
+    @property
+    def row_bytes(self) -> int:
+        block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // block * block_bytes
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.shape[:-1]) * self.row_bytes
+
+
+class GGUFHeader(NamedTuple):
+    metadata: dict[str, Any]  # numbers, flags, texts, and lists of one of these
+    tensors: dict[str, GGUFTensor]  # by llama.cpp's name
+    data_start: int  # bytes
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Return the header of a GGUF file. Raise `ConfigError` for a damaged or a truncated file."""
+    try:
+        with open_regular(path) as file:
+            return _HeaderReader(file).header()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except GGUFHeaderError as error:
+        raise ConfigError(f"{path} is not a valid GGUF file: {error}") from None
+
+
+class _HeaderReader:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        self._left = min(self._size, MAX_HEADER_BYTES)
+
+    def header(self) -> GGUFHeader:
+        magic, version = self._numbers("<4sI")
+        if magic != b"GGUF":
+            is_pointer = magic == b"vers"
+            remedy = "it is a pointer of Git LFS, run git lfs pull" if is_pointer else "download it again"
+            raise GGUFHeaderError(f"it begins with {magic!r} instead of GGUF; {remedy}")
+        if version not in (2, 3):
+            raise GGUFHeaderError(
+                f"it has version {version}, read are 2 and 3 of little-endian files; convert it anew"
+            )
+        num_tensors, num_keys = self._numbers("<QQ")
+        metadata, tensors = self._table(num_keys, self._value), self._table(num_tensors, self._tensor)
+        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or not 0 < alignment <= MAX_HEADER_BYTES:
+            raise GGUFHeaderError(f"general.alignment is {alignment!r}; download it again")
+        start = _aligned(self._file.tell(), alignment)
+        _check_tiling(tensors, self._size - start, alignment)
+        return GGUFHeader(metadata, tensors, start)
+
+    def _table(self, count: int, read: Any) -> dict[str, Any]:
+        table = {}
+        for _ in range(self._count(count, 12)):
+            name = self._text()
+            table[name] = read(name)
+        if len(table) != count:
+            raise GGUFHeaderError("it names a key or a tensor twice; download it again")
+        return table
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size) if size <= self._left else b""
+        if len(data) != size:
+            raise GGUFHeaderError(f"its header claims {size} bytes where {self._left} are left; download it again")
+        self._left -= size
+        return data
+
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(form, self._read(struct.calcsize(form)))
+
+    def _count(self, count: int, least_bytes: int) -> int:
+        """Return a claimed count of items. Raise `GGUFHeaderError` if the header cannot hold as many."""
+        if count > MAX_COUNT or count * least_bytes > self._left:
+            raise GGUFHeaderError(f"its header claims {count} items in {self._left} bytes; download it again")
+        return count
+
+    def _text(self) -> str:
+        data = self._read(int.from_bytes(self._read(8), "little"))
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise GGUFHeaderError(f"{data[:40]!r} is not UTF-8; download it again") from None
+
+    def _value(self, key: str) -> object:
+        (kind,) = self._numbers("<I")
+        if kind == GGUFValueType.STRING:
+            return self._text()
+        if kind != GGUFValueType.ARRAY:
+            return self._scalars(key, kind, 1)[0]
+        kind, count = self._numbers("<IQ")
+        if kind == GGUFValueType.STRING:
+            return [self._text() for _ in range(self._count(count, 8))]
+        return list(self._scalars(key, kind, count))
+
+    def _scalars(self, key: str, kind: int, count: int) -> tuple[Any, ...]:
+        form = _SCALARS.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
+        if form is None:
+            raise GGUFHeaderError(f"{key!r} has values of type {kind}, which is not known; download it again")
+        return self._numbers(f"<{self._count(count, struct.calcsize(form))}{form}")
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        (num_dimensions,) = self._numbers("<I")
+        shape = self._numbers(f"<{min(num_dimensions, MAX_DIMENSIONS)}Q")[::-1]
+        number, begin = self._numbers("<IQ")
+        if num_dimensions <= MAX_DIMENSIONS and number not in GGML_QUANT_SIZES:
+            raise GGUFHeaderError(f"{name!r} has values of type {number}, which gguf does not know; {TAKE_ANOTHER}")
+        if not 0 < num_dimensions <= MAX_DIMENSIONS or 0 in shape or shape[-1] % GGML_QUANT_SIZES[number][0]:
+            raise GGUFHeaderError(f"{name!r} of type {number} has shape {list(shape)}; download it again")
+        return GGUFTensor(GGMLQuantizationType(number), shape, begin)
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+def _check_tiling(tensors: dict[str, GGUFTensor], data_size: int, alignment: int) -> None:
+    """Raise `GGUFHeaderError` unless the tensors follow each other, and end in the file."""
+    position = 0
+    for name, tensor in tensors.items():
+        if tensor.begin != position:
+            raise GGUFHeaderError(f"{name!r} begins at byte {tensor.begin} instead of {position}; download it again")
+        if tensor.end > data_size:
+            raise GGUFHeaderError(
+                f"it ends before {name!r}: it lacks {tensor.end - data_size} bytes; download it again"
+            )
+        position = _aligned(tensor.end, alignment)

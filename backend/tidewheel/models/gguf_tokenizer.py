@@ -1,0 +1,182 @@
+"""Tokenizer of a GGUF file as files of a Hugging Face folder.
+
+Pre-tokenizers have llama.cpp's names (`llama-vocab.cpp`), and the regular expressions of the models' own files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tokenizers
+from gguf.constants import TokenType
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.config_fields import ConfigFields
+
+
+class PreTokenizer(NamedTuple):
+    patterns: tuple[str, ...] = ()  # each splits what the previous ones left
+    ignores_merges: bool = False  # for a word that is a token
+    adds_bos: bool = False
+    normalizes: bool = False  # to NFC
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_LLAMA3 = PreTokenizer((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), ignores_merges=True, adds_bos=True)
+_QWEN2 = PreTokenizer((rf"{_WORDS}|\p{{N}}|{_REST}",), normalizes=True)
+_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+PRE_TOKENIZERS = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((_GPT2,)), "olmo": PreTokenizer((_GPT2,)),
+    "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS,
+    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    "tekken": PreTokenizer(
+        (_CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",), ignores_merges=True, adds_bos=True
+    ),
+}  # fmt: skip
+_SENTENCEPIECE = PreTokenizer(adds_bos=True)
+_SPACE = "\u2581"  # of sentencepiece
+# Tokens that end an answer too: metadata names only one (llama.cpp has the same list).
+END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
+_PLAIN = (TokenType.NORMAL, TokenType.BYTE, TokenType.UNUSED)
+_BESIDE = "else serve a folder with the file and its model's config.json and tokenizer.json"
+
+
+def tokenizer_files(fields: ConfigFields) -> dict[str, dict[str, Any]]:
+    """Return tokenizer.json, tokenizer_config.json and generation_config.json. Raise `ConfigError`."""
+    vocabulary = _Vocabulary(fields)
+    tokenizer = vocabulary.tokenizer()
+    try:
+        tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | MemoryError):
+            raise
+        raise ConfigError(f"{fields.where} has a damaged tokenizer ({error}): download it again") from None
+    names = {f"{role}_token": vocabulary.tokens[token] for role, token in vocabulary.ids.items() if token is not None}
+    template = fields.text("tokenizer.chat_template", "")
+    return {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {**names, **({"chat_template": template} if template else {})},
+        "generation_config.json": {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": vocabulary.end_ids},
+    }
+
+
+class _Vocabulary:
+    def __init__(self, fields: ConfigFields) -> None:
+        if not fields.values.get("tokenizer.ggml.tokens"):
+            raise ConfigError(f"{fields.where} has no tokenizer: take another file, {_BESIDE}")
+        self._fields = fields
+        self.tokens = fields.texts("tokenizer.ggml.tokens")
+        self._types = self._numbers("token_type", TokenType.NORMAL)
+        model, pre = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
+        if model not in ("gpt2", "llama"):
+            raise fields.error("tokenizer.ggml.model", f"gpt2 or llama; {_BESIDE}")
+        self._is_sentencepiece = model == "llama"
+        if not self._is_sentencepiece and pre not in PRE_TOKENIZERS:
+            raise fields.error("tokenizer.ggml.pre", f"one of {', '.join(PRE_TOKENIZERS)}; {_BESIDE}")
+        self._pre = _SENTENCEPIECE if self._is_sentencepiece else PRE_TOKENIZERS[pre]
+        defaults = {"unk": 0, "bos": 1, "eos": 2} if self._is_sentencepiece else {}
+        keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        self.ids = {role: self._id(key, defaults.get(role)) for role, key in keys.items()}
+        named = {self.ids["eos"], self._id("eot"), self._id("eom")} - {None}
+        self.end_ids = sorted({*named, *(i for i, token in enumerate(self.tokens) if token in END_TEXTS)})  # type: ignore[type-var]
+
+    def _id(self, key: str, default: int | None = None) -> int | None:
+        key = f"tokenizer.ggml.{key}_token_id"
+        if self._fields.values.get(key, default) is None:
+            return None
+        return self._fields.integer(key, default, low=0, high=len(self.tokens) - 1)
+
+    def _numbers(self, name: str, default: float) -> list[float]:
+        """Return a number for each token."""
+        key = f"tokenizer.ggml.{name}"
+        values = self._fields.values.get(key, [default] * len(self.tokens))
+        if not isinstance(values, list) or len(values) != len(self.tokens) or isinstance(values[0], str):
+            raise ConfigError(f"{self._fields.where}: {key} must be {len(self.tokens)} numbers: download it again")
+        return values
+
+    def _typed(self) -> Iterator[tuple[int, str, float]]:
+        yield from ((token_id, token, self._types[token_id]) for token_id, token in enumerate(self.tokens))
+
+    def tokenizer(self) -> dict[str, Any]:
+        """Return the content of tokenizer.json."""
+        ids = {token: token_id for token_id, token, kind in self._typed() if kind != TokenType.UNUSED}
+        parts = self._sentencepiece(ids) if self._is_sentencepiece else self._byte_level()
+        special = {self.ids["bos"], *self.end_ids}
+        added = [
+            {
+                "id": token_id, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": kind != TokenType.USER_DEFINED or token_id in special,
+            }
+            for token_id, token, kind in self._typed()
+            if kind not in _PLAIN or token_id in special
+        ]  # fmt: skip
+        model = {"type": "BPE", "vocab": ids, **parts.pop("model")}
+        return {"version": "1.0", "added_tokens": added, "post_processor": self._template(), "model": model, **parts}
+
+    def _template(self) -> dict[str, Any]:
+        """Return the post-processor that adds the first and the last token."""
+        adds = {
+            "bos": self._fields.flag("tokenizer.ggml.add_bos_token", self._pre.adds_bos),
+            "eos": self._fields.flag("tokenizer.ggml.add_eos_token", False),
+        }
+        ids = {role: self.ids[role] for role in adds if adds[role] and self.ids[role] is not None}
+        added = {role: [{"SpecialToken": {"id": role, "type_id": 0}}] for role in ids}
+        single = [*added.get("bos", []), {"Sequence": {"id": "A", "type_id": 0}}, *added.get("eos", [])]
+        special = {
+            role: {"id": role, "ids": [token_id], "tokens": [self.tokens[token_id or 0]]}
+            for role, token_id in ids.items()
+        }
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
+        return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+
+    def _byte_level(self) -> dict[str, Any]:
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        splits = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in self._pre.patterns
+        ]
+        merges = list(self._fields.texts("tokenizer.ggml.merges"))
+        return {
+            "normalizer": {"type": "NFC"} if self._pre.normalizes else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+            "decoder": byte_level,
+            "model": {"merges": merges, "ignore_merges": self._pre.ignores_merges},
+        }
+
+    def _sentencepiece(self, ids: dict[str, int]) -> dict[str, Any]:
+        prepend, strip = (
+            [{"type": "Prepend", "prepend": _SPACE}],
+            [{"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+        )
+        if not self._fields.flag("tokenizer.ggml.add_space_prefix", True):
+            prepend, strip = [], []
+        to_space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        from_space = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+        decoders = [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+        unknown = self.tokens[self.ids["unk"] or 0]
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": [*prepend, to_space]},
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {"merges": self._merges(ids), "unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
+        }
+
+    def _merges(self, ids: dict[str, int]) -> list[tuple[str, str]]:
+        """Return the pairs of tokens that form a token, those of the best score first."""
+        scores = self._numbers("scores", 0.0)
+        pairs = [
+            (-scores[token_id], ids[token[:cut]], ids[token[cut:]], (token[:cut], token[cut:]))
+            for token_id, token, kind in self._typed()
+            if kind == TokenType.NORMAL
+            for cut in range(1, len(token))
+            if token[:cut] in ids and token[cut:] in ids
+        ]
+        return [pair for *_, pair in sorted(pairs)]

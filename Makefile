@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors faults \
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors test-sanitized faults \
 	defects marathon soak fuzz lint docs lines aot bench bench-gpu gpu-folder chat-model test-chat-model clean
 
 venv: $(STAMP)
@@ -156,6 +156,16 @@ $(PROCESSORS:%=test-as/%): test-as/%: venv build/gcc-x86-64 build/gcc-x86-64-v3
 	$(AS_$(*D)) OMP_NUM_THREADS=$(*F) $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' \
 		$(addprefix tests/,models runner engine baselines)
 	$(AS_$(*D)) OMP_NUM_THREADS=$(*F) TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
+
+# The C kernel of weights of 4 and 8 bits under the address and undefined-behaviour sanitizers.
+test-sanitized: venv build/gcc-sanitized
+	CC=$(CURDIR)/build/gcc-sanitized LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+		TRITON_INTERPRET=1 $(BIN)/pytest -q -p no:faulthandler tests/kernels/test_grouped_linear.py
+
+build/gcc-sanitized:
+	@mkdir -p $(@D)
+	printf '#!/bin/sh\nexec gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all "$$@"\n' > $@
+	chmod +x $@
 
 # A compiler for an older processor than this one: of two -march the last counts.
 build/gcc-%:

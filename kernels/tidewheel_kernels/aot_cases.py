@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.grouped_linear.reference import Bits, GroupedWeights
 from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, WordTensors
 from tidewheel_kernels.sampling.reference import SamplingTensors
@@ -80,6 +81,25 @@ def _linear(out_features: int, in_features: int, *, bias: bool = False, dtype: t
 
     weight = torch.empty(out_features, in_features, dtype=dtype)
     invariant_linear(torch.empty(2, in_features, dtype=dtype), weight, weight[:, 0] if bias else None)
+
+
+def _grouped_linear(
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    bits: Bits,
+    *,
+    group_size: int = 32,
+    plain: bool = False,
+    dtype: torch.dtype = BF16,
+) -> None:
+    from tidewheel_kernels.grouped_linear.triton_kernels import grouped_linear
+
+    codes = torch.empty(out_features, in_features * bits // 8, dtype=torch.uint8)
+    scales = torch.empty(out_features, in_features // group_size, dtype=torch.float16)
+    weights = GroupedWeights(codes, scales, None if plain else scales.clone(), bits)
+    bias = None if plain else torch.empty(out_features, dtype=dtype)
+    grouped_linear(torch.empty(num_rows, in_features, dtype=dtype), weights, bias)
 
 
 def _attention(
@@ -170,6 +190,20 @@ CASES = (
     CompileCase("linear-4608-3584-bias", partial(_linear, 4608, 3584, bias=True), default=False),
     CompileCase("linear-1024-3072-float32", partial(_linear, 1024, 3072, dtype=F32), may_spill=(80,), default=False),
     CompileCase("linear-300-112", partial(_linear, 300, 112), default=False),
+    CompileCase("grouped-decode-4", partial(_grouped_linear, 8, 1024, 3072, 4)),  # splits
+    CompileCase("grouped-decode-8-plain", partial(_grouped_linear, 8, 28_672, 4096, 8, plain=True)),
+    CompileCase(
+        "grouped-decode-4-of-128",
+        partial(_grouped_linear, 8, 1024, 3072, 4, group_size=128, plain=True),
+        may_spill=(100,),
+    ),
+    CompileCase("grouped-decode-4-of-64", partial(_grouped_linear, 8, 576, 576, 4, group_size=64), default=False),
+    CompileCase("grouped-decode-8", partial(_grouped_linear, 8, 1024, 3072, 8), default=False),
+    CompileCase("grouped-prompt-4", partial(_grouped_linear, 512, 28_672, 4096, 4)),
+    CompileCase("grouped-prompt-8-plain", partial(_grouped_linear, 512, 28_672, 4096, 8, plain=True)),
+    CompileCase("grouped-prompt-4-of-128", partial(_grouped_linear, 512, 4096, 4096, 4, group_size=128, plain=True)),
+    CompileCase("grouped-prompt-8-of-64", partial(_grouped_linear, 64, 1024, 1024, 8, group_size=64), default=False),
+    CompileCase("grouped-float32", partial(_grouped_linear, 8, 1024, 1024, 4, dtype=F32), default=False),
     CompileCase("prefill-128", partial(_prefill, 128)),
     CompileCase(
         "prefill-128-one-of-each", partial(_prefill, 128, num_seqs=1, group=1, num_kv_heads=1), default=False

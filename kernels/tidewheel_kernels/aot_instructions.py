@@ -62,6 +62,8 @@ def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str,
         return "wide_loads", "wide_stores", *(["waits"] if arguments.get("STARTS_EARLY") else [])
     if kernel == "invariant_linear_kernel" and arguments["x_ptr"].itemsize == 2:
         return {90: "wgmma", 100: "tcgen05"}.get(arch, "mma"), "wide_loads"
+    if kernel == "grouped_linear_kernel" and arguments["x_ptr"].itemsize == 2:
+        return ("wide_loads",)
     q = arguments.get("q_ptr")
     # float32 uses no tensor cores.
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:

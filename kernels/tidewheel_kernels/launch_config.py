@@ -29,6 +29,8 @@ MIN_DOT_SIZE = 16  # of tl.dot
 LINEAR_PROGRAMS = 128
 MIN_INPUTS_PER_SPLIT = 512
 MAX_LINEAR_SPLITS = 8
+GROUPED_PROGRAMS = 264  # two for each of 132 multiprocessors
+MIN_GROUPED_INPUTS = 256  # per split
 # Per thread of four warps, for three resident programs; conversion of 8-bit floats takes ten more.
 FP8_REGISTERS = 168
 # Warpgroup instructions read keys from shared memory, which leaves registers for larger tiles.
@@ -198,6 +200,22 @@ def linear_config(out_features: int, in_features: int, element_size: int) -> Lin
         block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 8, 3
     wanted = cdiv(LINEAR_PROGRAMS, cdiv(out_features, block_n))
     num_splits = max(min(wanted, in_features // MIN_INPUTS_PER_SPLIT, MAX_LINEAR_SPLITS), 1)
+    split_len = cdiv(cdiv(in_features, num_splits), block_k) * block_k
+    return LinearConfig(block_m, block_n, block_k, cdiv(in_features, split_len), split_len, num_warps, num_stages)
+
+
+@lru_cache(4096)
+def grouped_config(num_rows: int, out_features: int, in_features: int, element_size: int) -> LinearConfig:
+    """Return tiles for weights of 4 and 8 bits: small ones for decodes, and splits that fill a large device."""
+    if element_size > 2:
+        block_m, block_n, block_k, num_warps, num_stages = 16, 64, 32, 4, 2
+    elif num_rows <= MIN_DOT_SIZE:
+        block_m, block_n, block_k, num_warps, num_stages = 16, 64, 128, 4, 4
+    else:
+        block_m, block_n, block_k, num_warps, num_stages = 64, 128, 64, 8, 3
+    num_tiles = cdiv(num_rows, block_m) * cdiv(out_features, block_n)
+    wanted = min(GROUPED_PROGRAMS // num_tiles, in_features // MIN_GROUPED_INPUTS, MAX_LINEAR_SPLITS)
+    num_splits = next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
     split_len = cdiv(cdiv(in_features, num_splits), block_k) * block_k
     return LinearConfig(block_m, block_n, block_k, cdiv(in_features, split_len), split_len, num_warps, num_stages)
 

@@ -12,12 +12,21 @@ from tidewheel_kernels.grouped_linear.reference import (
     join_outputs,
     quantize_groups,
 )
-from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKernel, mixed_dtypes, native_library
+from tidewheel_kernels.native.library import (
+    ELEMENTS,
+    LONG,
+    POINTER,
+    THREADS,
+    NativeKernel,
+    mixed_dtypes,
+    native_library,
+)
 
 ArrangedWeights = GroupedWeights | LaneWeights
 
 _grouped_linear = NativeKernel("grouped_linear", *[POINTER] * 5, *[LONG] * 2, THREADS)
-WORDS_PER_INPUT_GROUP = INPUT_GROUP // 4 + 2  # 32 codes of 8 bits, a scale, and the sum of the codes
+_grouped_embedding = NativeKernel("grouped_embedding", *[POINTER] * 3, LONG, THREADS)
+WORDS_PER_INPUT_GROUP = INPUT_GROUP // 4 + 3  # codes of 8 bits, scale, sum, and first sum of products
 
 
 def arrange(weights: GroupedWeights) -> ArrangedWeights:
@@ -47,7 +56,7 @@ def grouped_linear_native(x: torch.Tensor, weights: ArrangedWeights, bias: torch
         return grouped_linear_reference(x, weights, bias)
     num_rows = x.shape[0]
     out = torch.empty(num_rows, weights.out_features, dtype=x.dtype)
-    scratch = torch.empty(num_rows * weights.in_features // INPUT_GROUP * WORDS_PER_INPUT_GROUP, dtype=torch.int32)
+    scratch = torch.empty(num_rows * weights.in_features // INPUT_GROUP * WORDS_PER_INPUT_GROUP, dtype=torch.float32)
     _grouped_linear[x.dtype](
         weights.address, x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), scratch.data_ptr(),
         num_rows, x.stride(0), torch.get_num_threads(),
@@ -65,12 +74,22 @@ def grouped_embedding(
     weights: ArrangedWeights,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the rows [num_tokens, in_features] of the token ids."""
+    """Return the rows [num_tokens, in_features] of the token ids in `dtype`."""
     if isinstance(weights, LaneWeights):
+        if dtype in ELEMENTS and token_ids.dtype == torch.int64:
+            return _native_embedding(token_ids.contiguous(), weights, dtype)
         return dequantize(weights.outputs(token_ids)).to(dtype)
     minimums = None if weights.minimums is None else weights.minimums[token_ids]
     rows = GroupedWeights(weights.codes[token_ids], weights.scales[token_ids], minimums, weights.bits)
     return dequantize(rows).to(dtype)
+
+
+def _native_embedding(token_ids: torch.Tensor, weights: LaneWeights, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(len(token_ids), weights.in_features, dtype=dtype)
+    _grouped_embedding[dtype](
+        weights.address, token_ids.data_ptr(), out.data_ptr(), len(token_ids), torch.get_num_threads()
+    )
+    return out
 
 
 _OP = Op("grouped_linear", __name__, reference=_by_reference, cpu=_by_reference, native=grouped_linear_native)

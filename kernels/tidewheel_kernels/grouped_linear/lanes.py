@@ -58,4 +58,4 @@ class LaneWeights:
 def _lanes(rows: torch.Tensor) -> torch.Tensor:
     """Return rows [out_features, columns] as [blocks, columns, LANES]; the last block ends in zeros."""
     padded = pad(rows, (0, 0, 0, -rows.shape[0] % LANES))
-    return padded.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+    return padded.view(len(padded) // LANES, LANES, rows.shape[1]).transpose(1, 2).contiguous()

@@ -82,7 +82,7 @@ def quantize_groups(
         raise ValueError(
             f"{weight.shape[1]} inputs are not groups of {group_size}; use 32, 64 or 128 where it divides"
         )
-    groups = weight.float().unflatten(1, (-1, group_size))
+    groups = weight.float().reshape(len(weight), weight.shape[1] // group_size, group_size)
     minimums = groups.amin(-1).half() if bits == 4 else None
     above = groups if minimums is None else groups - minimums.float().unsqueeze(-1)
     scales = (above.abs().amax(-1) / (LARGEST if bits == 8 else 15)).half()
@@ -106,7 +106,7 @@ def _unpacked(weights: GroupedWeights) -> torch.Tensor:
 
 def dequantize(weights: GroupedWeights) -> torch.Tensor:
     """Return the matrix [out_features, in_features] in float32."""
-    values = _unpacked(weights).float().unflatten(1, (-1, weights.group_size))
+    values = _unpacked(weights).float().view(*weights.scales.shape, weights.group_size)
     if weights.minimums is None:
         values.sub_(1 << weights.bits - 1)
     values.mul_(weights.scales.float().unsqueeze(-1))
@@ -132,9 +132,8 @@ def join_outputs(parts: Sequence[GroupedWeights]) -> GroupedWeights:
 
 def _widened(weights: GroupedWeights, group_size: int, bits: Bits, has_minimums: bool) -> GroupedWeights:
     times = weights.group_size // group_size
-    scales, minimums = (
-        part if part is None or times == 1 else part.repeat_interleave(times, 1) for part in weights[1:3]
-    )
+    scales = weights.scales.repeat_interleave(times, 1)
+    minimums = None if weights.minimums is None else weights.minimums.repeat_interleave(times, 1)
     if has_minimums and minimums is None:
         minimums = scales * -(1 << weights.bits - 1)
         if not minimums.isfinite().all():
@@ -147,9 +146,11 @@ def _widened(weights: GroupedWeights, group_size: int, bits: Bits, has_minimums:
 
 def round_inputs(x: torch.Tensor) -> torch.Tensor:
     """Return `x` [num_rows, in_features] as float32, rounded to 8 bits with a scale by row and group."""
-    groups = x.float().unflatten(1, (-1, INPUT_GROUP))
+    groups = x.float().reshape(len(x), x.shape[1] // INPUT_GROUP, INPUT_GROUP)
     most = groups.abs().amax(-1, keepdim=True)
-    return ((groups * (LARGEST / most.clamp(min=LEAST))).round() * (most / LARGEST)).flatten(1)
+    factor = torch.tensor(float(LARGEST)) / most.clamp(min=LEAST)  # a number would be multiplied by a reciprocal
+    rounded: torch.Tensor = (groups * factor).round() * (most / LARGEST)
+    return rounded.flatten(1)
 
 
 def grouped_linear_reference(x: torch.Tensor, weights: GroupedWeights, bias: torch.Tensor | None) -> torch.Tensor:

@@ -153,7 +153,13 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     product = _product(config, x.stride(0), out_features, in_features, has_bias)
     product((num_tiles, max(num_partials, 1), 1), (x, weight, biases, out, partial), num_rows)
     if num_partials:
-        block = elementwise_config(out_features).block
-        add = _sum(num_partials, out_features, has_bias)
-        add((num_rows, cdiv(out_features, block), 1), (partial, biases, out), num_rows)
+        add_splits(partial, bias, out)
     return out
+
+
+def add_splits(partial: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write the sum of `partial` [splits, num_rows, out_features] float32 and `bias` to `out`."""
+    num_splits, num_rows, out_features = partial.shape
+    add = _sum(num_splits, out_features, bias is not None)
+    block = elementwise_config(out_features).block
+    add((num_rows, cdiv(out_features, block), 1), (partial, out if bias is None else bias, out), num_rows)

@@ -12,7 +12,7 @@ INLINE int64_t padded(int64_t size) { return (size + STEP - 1) / STEP * STEP; }
 
 #if defined TILES && defined ELEMENT_BFLOAT16 && defined __AMX_BF16__ && defined __AVX512BF16__
 #define USES_TILES
-#include <immintrin.h>
+#include "tiles.h"
 
 typedef uint16_t operand;
 typedef uint32_t lane; /* the first of two bfloat16 numbers is the low half */
@@ -21,18 +21,10 @@ enum { PER_LANE = 2 };
 INLINE operand as_operand(element x) { return x; }
 INLINE lane to_lane(const element x[PER_LANE]) { return x[0] | (lane)x[1] << 16; }
 
-/* Tiles of 16 rows of 64 bytes (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18). */
+/* Tiles of 16 rows of 64 bytes. */
 INLINE void begin_products(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = 64;
-        config.rows[tile] = 16;
-    }
-    _tile_loadconfig(&config);
+    configure_tiles(
+        (uint8_t[NUM_TILES]){16, 16, 16, 16, 16, 16, 16, 16}, (uint16_t[NUM_TILES]){64, 64, 64, 64, 64, 64, 64, 64});
 }
 
 INLINE void end_products(void) { _tile_release(); }

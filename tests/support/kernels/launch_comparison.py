@@ -178,6 +178,16 @@ def product(draw: random.Random) -> Call:
     return partial(invariant_linear, x, weight, tensor(draw, outputs, dtype=dtype) if draw.random() < 0.3 else None)
 
 
+def grouped(draw: random.Random) -> Call:
+    from tidewheel_kernels.grouped_linear.reference import quantize_groups
+    from tidewheel_kernels.grouped_linear.triton_kernels import grouped_linear
+
+    dtype, num_rows = draw.choice((torch.bfloat16, F32)), draw.choice((1, 3, 16, 3000))
+    x, outputs = tensor(draw, num_rows, draw.choice((128, 1024)), dtype=dtype), draw.choice((1, 24, 256))
+    weights = quantize_groups(torch.ones(outputs, x.shape[1]), draw.choice((4, 8)), draw.choice((32, 128)))
+    return partial(grouped_linear, x, weights, tensor(draw, outputs, dtype=dtype) if draw.random() < 0.3 else None)
+
+
 def attention(draw: random.Random) -> Call:
     from tidewheel_kernels.attention.triton_kernels import invariant_attention, paged_attention
 
@@ -202,7 +212,7 @@ def attention(draw: random.Random) -> Call:
 
 OPERATIONS = {
     "norm": norm, "rounding": rounding, "activation": activation, "rope": rope, "product": product,
-    "attention": attention,
+    "grouped": grouped, "attention": attention,
 }  # fmt: skip
 
 
@@ -248,6 +258,8 @@ def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, AttentionMetadata):
             yield from _tensors(vars(value).values())
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 def main() -> None:

@@ -336,7 +336,7 @@ def configured(**changes: object) -> Damage:
         (configured(architectures=["MambaForCausalLM"]), "config.json", "MambaForCausalLM is not offered"),
         (configured(architectures=["HovercraftForCausalLM"]), "config.json", "'HovercraftForCausalLM' is unknown"),
         (configured(auto_map={"AutoModel": "evil.Model"}), "config.json", "auto_map … never done"),
-        (configured(quantization_config={"bits": 4}), "config.json", "quantised … only float"),
+        (configured(quantization_config={"bits": 4}), "config.json", "quantised … take the float model"),
     ],
 )
 def test_damaged_model(write: WriteEntry, weights: Path, damage: Damage, file: str, words: str) -> None:

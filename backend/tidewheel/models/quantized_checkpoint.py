@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -138,14 +138,12 @@ def _of_scheme(weights: ConfigFields, stored: str) -> Layout:
     is_packed, is_float = stored == "pack-quantized", stored == "float-quantized"
     kind = _one_of(weights, "type", ("int",) if is_packed else ("float",) if is_float else ("int", "float"), "int")
     _refuse_set(weights, "dynamic")
-    size = weights.values.get("group_size")
-    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
     if kind == "float":
         _one_of(weights, "num_bits", (8,))
-        strategy = _one_of(weights, "strategy", ("tensor", "channel", "block"), inferred)
+        strategy = _one_of(weights, "strategy", ("tensor", "channel", "block"))
         return Fp8Layout(_block(weights, "block_structure") if strategy == "block" else None)
     bits = _one_of(weights, "num_bits", BITS)
-    strategy = _one_of(weights, "strategy", ("tensor", "channel", "group"), inferred)
+    strategy = _one_of(weights, "strategy", ("tensor", "channel", "group"))
     group_size = weights.integer("group_size") if strategy == "group" else 0
     is_symmetric, needs_order = weights.flag("symmetric", True), _needs_order(weights)
     if is_packed:
@@ -167,11 +165,6 @@ PARSERS: dict[str, Callable[[ConfigFields], Layout]] = {
 }
 
 
-class QuantizedLayer(NamedTuple):
-    names: dict[str, str]  # of its tensors, by the last part
-    size: MatrixSize
-
-
 class QuantizedFolder:
     """Folder of safetensors that shows each quantised layer as one matrix, `X.weight`."""
 
@@ -181,7 +174,7 @@ class QuantizedFolder:
         Biases of zeros, which old writers of GPTQ add to every layer, are dropped unless `expected`.
         """
         self._folder, self._layout = folder, layout
-        self._layers: dict[str, QuantizedLayer] = {}
+        self._layers: dict[str, dict[str, str]] = {}  # tensors of a matrix, by the last part of their names
         self.tensors = {
             name: stored
             for name, stored in folder.tensors.items()
@@ -205,17 +198,15 @@ class QuantizedFolder:
         if name not in self._layers:
             return self._folder.matrix(name, device)
         matrix = self._stored(name, device)
-        with self._naming(self._layers[name].names[self._layout.main]):
+        with self._naming(self._layers[name][self._layout.main]):
             return matrix if isinstance(matrix, GroupedWeights) else quantize_groups(matrix, ROUNDED.bits)
 
     def _stored(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
-        layer = self._layers[name]
-        return self._layout.matrix(self._read(layer.names, device), layer.size)
+        return self._layout.matrix(self._read(self._layers[name], device), MatrixSize(*self.tensors[name].shape))
 
     def _is_main(self, name: str) -> bool:
-        part = name.rpartition(".")[2]
-        is_quantised = part != "weight" or self.tensors[name].kind in self._layout.main_dtypes
-        return part == self._layout.main and is_quantised
+        is_float = name.endswith(".weight") and self.tensors[name].kind not in self._layout.main_dtypes
+        return name.endswith(f".{self._layout.main}") and not is_float
 
     def _add(self, main: str) -> None:
         """Replace the tensors of a layer by its matrix."""
@@ -229,7 +220,7 @@ class QuantizedFolder:
             file = [self.tensors.pop(name).file for name in names.values()][-1]
             if (matrix := f"{prefix}weight") in self.tensors:
                 raise ValueError(f"{matrix} is beside it")
-        self._layers[matrix] = QuantizedLayer(names, size)
+        self._layers[matrix] = names
         self.tensors[matrix] = StoredTensor(file, size, form)
 
     def _size(self, main: StoredTensor) -> MatrixSize:
@@ -248,11 +239,9 @@ class QuantizedFolder:
                 raise ValueError(f"{' and '.join(found)} are beside it" if found else f"{part} is missing beside it")
             return ""
         stored = self.tensors[found[0]]
-        if stored.shape not in form.shapes:
-            wanted = " or ".join(str(list(shape)) for shape in form.shapes)
-            raise ValueError(f"{part} has shape {list(stored.shape)}, and the configuration asks for {wanted}")
-        if stored.kind not in form.dtypes:
-            raise ValueError(f"{part} has dtype {stored.kind}, it must be one of {', '.join(map(str, form.dtypes))}")
+        if stored.shape not in form.shapes or stored.kind not in form.dtypes:
+            shapes, dtypes = (" or ".join(map(str, each)) for each in (map(list, form.shapes), form.dtypes))
+            raise ValueError(f"{part} is {list(stored.shape)} {stored.kind}, it must be {shapes} in {dtypes}")
         return found[0]
 
     def _read(self, names: Mapping[str, str], device: torch.device) -> Tensors:

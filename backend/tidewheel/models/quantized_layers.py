@@ -38,11 +38,19 @@ class TensorForm(NamedTuple):
     is_required: bool = True
 
 
-class Layout(ABC):
-    """Tensors that make a quantised layer: the main tensor, which holds the codes, and `forms`."""
+@dataclass(frozen=True)
+class IntegerLayout(ABC):
+    """Codes of 4 or 8 bits with values ``scale * (code - zero)``, a scale and a zero by output and group of inputs.
 
-    main = "weight"
+    Where groups are not successive inputs (act-order), the matrix is floats, for the source to round: products need
+    not gather inputs, and q, k and v stay one matrix though their orders may differ.
+    """
+
+    main = "weight"  # tensor of the codes
     main_dtypes = WORDS
+    bits: Bits
+    group_size: int  # 0: a whole row
+    needs_order: bool  # the file must say the group of each input
 
     def size(self, rows: int, columns: int) -> MatrixSize:
         """Return the matrix's size from the shape of the main tensor."""
@@ -51,27 +59,6 @@ class Layout(ABC):
     @abstractmethod
     def forms(self, size: MatrixSize) -> dict[str, TensorForm]:
         """Return the tensors besides the main tensor. Raise `ValueError` for a size that has none."""
-
-    @abstractmethod
-    def format(self, tensors: Tensors, size: MatrixSize) -> GroupFormat | None:
-        """Return the format of `matrix`, from the tensors in `forms`. Raise `ValueError` for their values."""
-
-    @abstractmethod
-    def matrix(self, tensors: Tensors, size: MatrixSize) -> GroupedWeights | torch.Tensor:
-        """Return the matrix on the device of its tensors; float32 where `GroupedWeights` cannot hold its values."""
-
-
-@dataclass(frozen=True)
-class IntegerLayout(Layout):
-    """Codes of 4 or 8 bits with values ``scale * (code - zero)``, a scale and a zero by output and group of inputs.
-
-    Where groups are not successive inputs (act-order), the matrix is floats, for the source to round: products need
-    not gather inputs, and q, k and v stay one matrix though their orders may differ.
-    """
-
-    bits: Bits
-    group_size: int  # 0: a whole row
-    needs_order: bool  # the file must say the group of each input
 
     @abstractmethod
     def codes(self, tensors: Tensors) -> torch.Tensor:
@@ -87,6 +74,7 @@ class IntegerLayout(Layout):
         return size.in_features // (self.group_size or size.in_features)
 
     def format(self, tensors: Tensors, size: MatrixSize) -> GroupFormat | None:
+        """Return the format of `matrix`, from the tensors in `forms`. Raise `ValueError` for their values."""
         scales, zeros = self.levels(tensors, size)
         if not (scales * zeros.clamp(min=1)).half().isfinite().all():
             raise ValueError("its scales have values that are not finite, or that float16 cannot hold")
@@ -97,6 +85,7 @@ class IntegerLayout(Layout):
         return GroupFormat(self.bits, group_size, self._has_minimums(zeros)) if group_size else None
 
     def matrix(self, tensors: Tensors, size: MatrixSize) -> GroupedWeights | torch.Tensor:
+        """Return the matrix on the device of its tensors; float32 where `GroupedWeights` cannot hold its values."""
         codes, (scales, zeros), groups = self.codes(tensors), self.levels(tensors, size), self._groups(tensors, size)
         group_size = successive_inputs(groups)
         if group_size is None:
@@ -234,11 +223,15 @@ def _by_output(levels: torch.Tensor, size: MatrixSize) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Fp8Layout(Layout):
+class Fp8Layout:
     """weight [out, in] float8_e4m3fn, with a scale for the tensor, for each output, or for each block."""
 
+    main = "weight"
     main_dtypes = (torch.float8_e4m3fn,)
     block: tuple[int, int] | None  # outputs, inputs
+
+    def size(self, rows: int, columns: int) -> MatrixSize:
+        return MatrixSize(rows, columns)
 
     def forms(self, size: MatrixSize) -> dict[str, TensorForm]:
         out = size.out_features
@@ -261,3 +254,6 @@ class Fp8Layout(Layout):
         for axis, (length, block) in enumerate(zip(size, self.block, strict=True)):
             scales = scales.repeat_interleave(min(block, length), axis).narrow(axis, 0, length)
         return scales
+
+
+Layout = IntegerLayout | Fp8Layout

@@ -19,10 +19,11 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import model_folder
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.linear import Linear, can_pack
+from tidewheel.models.linear import Linear
 from tidewheel.models.model_folder import resolve_folder
 from tidewheel.models.weight_source import INDEX_NAME, SINGLE_NAME, RandomWeights, uncounted
 from tidewheel.runner.loading import load_parts
+from tidewheel_kernels.packed_linear import can_pack
 
 CPU = torch.device("cpu")
 

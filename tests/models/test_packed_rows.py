@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidewheel.models.linear import Linear, can_pack, padded_rows
+from tidewheel.models.linear import Linear
+from tidewheel_kernels.packed_linear import can_pack, padded_rows
 
 
 def test_few_row_counts_and_little_waste() -> None:

@@ -1,5 +1,7 @@
 /* Row operations between the matrix products, one pass each. */
-#include "element.h"
+#include <stddef.h>
+
+#include "rows.h"
 
 enum { MIN_ROWS_TO_SHARE = 4 }; /* a row takes as long as waking a thread */
 
@@ -13,21 +15,9 @@ API void rms_norm(
     int32_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows >= MIN_ROWS_TO_SHARE)
     for (int64_t row = 0; row < num_rows; row++) {
-        const element *from = x + row * x_stride;
-        if (residual) {
-            const element *other = residual + row * residual_stride;
-            element *to = total + row * width;
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) to[i] = round_to_element(load(from[i]) + load(other[i]));
-            from = to;
-        }
-        float squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < width; i++) squares += load(from[i]) * load(from[i]);
-        float factor = 1.0f / sqrtf(squares / (float)width + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++)
-            normed[row * width + i] = round_to_element(load(from[i]) * factor * (load(weight[i]) + weight_offset));
+        const element *other = residual ? residual + row * residual_stride : NULL;
+        element *sum = residual ? total + row * width : NULL;
+        normalise(x + row * x_stride, other, weight, normed + row * width, sum, width, eps, weight_offset);
     }
 }
 
@@ -36,38 +26,8 @@ API void silu_and_mul(
     element *out,           /* [num_rows, width] */
     int64_t num_rows, int64_t width, int64_t stride, int32_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows >= MIN_ROWS_TO_SHARE)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const element *gate = gate_up + row * stride, *up = gate + width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) {
-            float g = load(gate[i]);
-            out[row * width + i] = round_to_element(g / (1.0f + fast_exp(-g)) * load(up[i]));
-        }
-    }
-}
-
-/* Normalise (given a weight) and rotate one head in place. */
-INLINE void rotate(
-    element *head, const element *weight, const float *cos, const float *sin, int64_t head_dim, int64_t half,
-    float eps) {
-    float x[MAX_HEAD_DIM];
-#pragma omp simd
-    for (int64_t i = 0; i < head_dim; i++) x[i] = load(head[i]);
-    if (weight) {
-        float squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < head_dim; i++) squares += x[i] * x[i];
-        float factor = 1.0f / sqrtf(squares / (float)head_dim + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < head_dim; i++) x[i] *= factor * load(weight[i]);
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        head[i] = round_to_element(x[i] * cos[i] - x[half + i] * sin[i]);
-        head[half + i] = round_to_element(x[half + i] * cos[i] + x[i] * sin[i]);
-    }
-    if (weight)
-        for (int64_t i = 2 * half; i < head_dim; i++) head[i] = round_to_element(x[i]);
+    for (int64_t row = 0; row < num_rows; row++)
+        activate(gate_up + row * stride, gate_up + row * stride + width, out + row * width, width);
 }
 
 API void rope_and_cache(

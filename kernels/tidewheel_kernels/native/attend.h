@@ -1,0 +1,78 @@
+/* Attention of one query per sequence over the paged cache. Keys are not copied, and each is read once for all query
+   heads of its KV head. */
+#pragma once
+
+#include "paged.h"
+
+/* Query heads of one KV head per tile; keys to prefetch, as the processor does not guess the stride of one head's keys
+   (measured: 1.6 against 1.2 ms for 64 sequences of 20 to 200 keys). */
+enum { MAX_HEADS = 8, KEYS_AHEAD = 8 };
+
+typedef struct {
+    Paged paged;
+    int64_t begin, end; /* positions of visible keys */
+    int64_t q_head_stride;
+    float scale, soft_cap;
+} Context;
+
+INLINE void fetch(const element *row, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(element)) __builtin_prefetch(row + d);
+}
+
+INLINE float dot(const float *query, const element *key, int64_t head_dim) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < head_dim; d++) sum += query[d] * load(key[d]);
+    return sum;
+}
+
+INLINE void attend(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+    float query[MAX_HEADS][MAX_HEAD_DIM], sum[MAX_HEADS][MAX_HEAD_DIM], weights[MAX_HEADS][KEYS];
+    float top[MAX_HEADS], total[MAX_HEADS];
+    const element *keys[KEYS], *values[KEYS];
+    for (int64_t h = 0; h < num_heads; h++) {
+        top[h] = LOWEST;
+        total[h] = 0.0f;
+        for (int64_t d = 0; d < head_dim; d++) {
+            query[h][d] = load(q[h * c->q_head_stride + d]) * c->scale;
+            sum[h][d] = 0.0f;
+        }
+    }
+    for (int64_t first = c->begin; first < c->end; first += KEYS) {
+        int64_t count = c->end - first < KEYS ? c->end - first : KEYS;
+        find_tile(&c->paged, first, count, keys, values);
+        for (int64_t t = 0; t < count; t++) {
+            fetch(keys[t + KEYS_AHEAD < count ? t + KEYS_AHEAD : t], head_dim);
+            fetch(values[t], head_dim);
+            for (int64_t h = 0; h < num_heads; h++) weights[h][t] = dot(query[h], keys[t], head_dim);
+        }
+        for (int64_t h = 0; h < num_heads; h++) {
+            if (c->soft_cap > 0.0f)
+                for (int64_t t = 0; t < count; t++) weights[h][t] = c->soft_cap * fast_tanh(weights[h][t] / c->soft_cap);
+            float fade = weigh(weights[h], count, &top[h], &total[h]);
+            for (int64_t d = 0; d < head_dim; d++) sum[h][d] *= fade;
+        }
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t h = 0; h < num_heads; h++)
+#pragma omp simd
+                for (int64_t d = 0; d < head_dim; d++) sum[h][d] += weights[h][t] * load(values[t][d]);
+    }
+    for (int64_t h = 0; h < num_heads; h++) {
+        float factor = c->begin < c->end ? 1.0f / total[h] : 0.0f;
+        for (int64_t d = 0; d < head_dim; d++) out[h * head_dim + d] = round_to_element(sum[h][d] * factor);
+    }
+}
+
+/* Constant head counts and dimensions of today's models, so that inner loops unroll. */
+#define CASE(heads, dim)                           \
+    if (num_heads == (heads) && head_dim == (dim)) \
+        return attend(c, q, out, heads, dim)
+
+static void attend_any(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+    CASE(1, 64);
+    CASE(2, 64);
+    CASE(4, 64);
+    CASE(2, 128);
+    CASE(4, 128);
+    attend(c, q, out, num_heads, head_dim);
+}

@@ -1,0 +1,331 @@
+/* Product of rows with a matrix of 4- or 8-bit integers. Weights share a scale (and a minimum) by output and group of
+   inputs; inputs are rounded to 8 bits with a scale by row and group, so that products are of integers. */
+#pragma once
+
+#include "lanes.h"
+
+/* LANES outputs lie side by side, in the 32-bit lanes of a vector; a lane holds PER_LANE successive inputs. */
+enum { GROUP = 32, PER_LANE = 4, STEPS = GROUP / PER_LANE, LARGEST = 127 };
+
+#define LEAST 0x1p-100f /* magnitude whose reciprocal is finite */
+
+typedef uint16_t halves_t __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint8_t bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1)));
+
+/* Rows and vectors of a tile, whose sums stay in registers. */
+#if defined __AVX512F__
+enum { TILE_ROWS = 4, TILE_VECTORS = 2 };
+#else
+enum { TILE_ROWS = 2, TILE_VECTORS = 1 };
+#endif
+enum { TILE_OUTPUTS = TILE_VECTORS * LANES, SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
+
+/* Rows of a block share a chunk of weights in the first cache, while the next chunk is fetched. */
+enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AMX_ROWS = 32 };
+
+typedef struct {
+    const uint8_t *codes;     /* [num_outputs / LANES, num_inputs * bits / 32, LANES, PER_LANE] */
+    const uint16_t *scales;   /* [num_outputs / LANES, num_inputs / group_size, LANES] float16 */
+    const uint16_t *minimums; /* like scales; or NULL: the middle code stands for 0 */
+    int64_t num_outputs, num_inputs, group_size, bits;
+} Matrix;
+
+/* Inputs rounded to 8 bits. With weights of 4 bits, every eight are ordered 0, 2, 4, 6, 1, 3, 5, 7: a byte of weights
+   holds two successive ones. */
+typedef struct {
+    int8_t *codes;   /* [num_rows, num_groups, GROUP] */
+    float *scales;   /* [num_rows, num_groups] */
+    float *sums;     /* of the rounded inputs, [num_rows, num_groups] */
+    int32_t *starts; /* of sums of products: less those of the middle code, [num_rows, num_groups] */
+    int64_t num_groups;
+} Rows;
+
+INLINE floats load_halves(const uint16_t *from) {
+#if defined __AVX512F__
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#else
+    ints halves = __builtin_convertvector(*(const halves_t *)from, ints); /* finite */
+    return (floats)((halves & 0x7fff) << 13) * 0x1p112f * (floats)((halves & 0x8000) << 16 | (int32_t)to_bits(1.0f));
+#endif
+}
+
+/* Add the products of each lane's codes, 0 to 15, with its four inputs. */
+INLINE ints add_small(ints sum, bytes codes, ints inputs) {
+#if defined __AVX512BW__ && defined __AVX512VNNI__
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)inputs);
+#elif defined __AVX512BW__
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)inputs);
+    return sum + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined __AVX2__
+    union { bytes all; __m256i half[2]; } of = {codes};
+    union { ints all; __m256i half[2]; } added, four = {inputs};
+    for (int i = 0; i < 2; i++) {
+        __m256i pairs = _mm256_maddubs_epi16(of.half[i], four.half[i]);
+        added.half[i] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+    return sum + added.all;
+#else
+    int8_t four[VECTOR_BYTES];
+    memcpy(four, &inputs, sizeof four);
+    for (int lane = 0; lane < LANES; lane++)
+        for (int i = PER_LANE * lane; i < PER_LANE * (lane + 1); i++) sum[lane] += codes[i] * four[i];
+    return sum;
+#endif
+}
+
+/* Add the products of codes from 0 to 255, of which pairs would not fit into 16 bits. */
+INLINE ints add_large(ints sum, bytes codes, ints inputs) {
+#if defined __AVX512BW__ && defined __AVX512VNNI__
+    return add_small(sum, codes, inputs);
+#else
+    return add_small(sum, codes & 15, inputs) + 16 * add_small((ints){0}, codes >> 4, inputs);
+#endif
+}
+
+INLINE ints broadcast(const int8_t *four) {
+    int32_t inputs;
+    memcpy(&inputs, four, sizeof inputs);
+    return (ints){0} + inputs;
+}
+
+/* Write the products of one group of inputs and codes. */
+INLINE void multiply_group(
+    const uint8_t *codes, int64_t vector_step, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS],
+    const int num_rows, const int num_vectors, const int bits) {
+    for (int r = 0; r < num_rows; r++)
+        for (int c = 0; c < num_vectors; c++) sum[r][c] = (ints){0} + x.starts[r * x.num_groups + group];
+    for (int s = 0; s < STEPS * bits / 8; s++, codes += VECTOR_BYTES) {
+        bytes of[TILE_VECTORS];
+        for (int c = 0; c < num_vectors; c++) of[c] = *(const bytes *)(codes + c * vector_step);
+        for (int r = 0; r < num_rows; r++) {
+            const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
+            const ints inputs = broadcast(from);
+            if (bits == 8) {
+                for (int c = 0; c < num_vectors; c++) sum[r][c] = add_large(sum[r][c], of[c], inputs);
+                continue;
+            }
+            for (int c = 0; c < num_vectors; c++) sum[r][c] = add_small(sum[r][c], of[c] & 15, inputs);
+            const ints others = broadcast(from + PER_LANE);
+            for (int c = 0; c < num_vectors; c++) sum[r][c] = add_small(sum[r][c], of[c] >> 4, others);
+        }
+    }
+}
+
+INLINE void prefetch_group(const uint8_t *codes, int64_t vector_step, const int num_vectors, const int bits) {
+    for (int c = 0; c < num_vectors; c++)
+        for (int s = 0; s < STEPS * bits / 8; s++) __builtin_prefetch(codes + c * vector_step + s * VECTOR_BYTES);
+}
+
+/* Part of the inputs, and which of all row tiles multiplies it: each fetches its share of the next part. */
+typedef struct {
+    int64_t first_group, end_group, tile, num_tiles;
+} Chunk;
+
+/* Add products to `total`. */
+INLINE void multiply_tile(
+    Matrix w, Rows x, Chunk chunk, float total[][TILE_OUTPUTS], const int num_rows, const int num_vectors,
+    const int bits) {
+    const int64_t step = GROUP * LANES * bits / 8, vector_step = x.num_groups * step;
+    const int64_t scales_step = w.num_inputs / w.group_size * LANES;
+    const int shift = __builtin_ctzll(w.group_size / GROUP);
+    floats part[TILE_ROWS][TILE_VECTORS];
+    for (int r = 0; r < num_rows; r++)
+        for (int c = 0; c < num_vectors; c++) part[r][c] = *(const floats *)(total[r] + c * LANES);
+    int64_t next_fetch = chunk.first_group + chunk.tile;
+    for (int64_t group = chunk.first_group; group < chunk.end_group; group++) {
+        if (group == next_fetch) {
+            prefetch_group(w.codes + (group + CHUNK) * step, vector_step, num_vectors, bits);
+            next_fetch += chunk.num_tiles;
+        }
+        ints sum[TILE_ROWS][TILE_VECTORS];
+        multiply_group(w.codes + group * step, vector_step, x, group, sum, num_rows, num_vectors, bits);
+        const int64_t at = (group >> shift) * LANES;
+        for (int c = 0; c < num_vectors; c++) {
+            floats scale = load_halves(w.scales + at + c * scales_step);
+            for (int r = 0; r < num_rows; r++)
+                part[r][c] +=
+                    __builtin_convertvector(sum[r][c], floats) * (scale * x.scales[r * x.num_groups + group]);
+        }
+        if (w.minimums)
+            for (int c = 0; c < num_vectors; c++) {
+                floats minimum = load_halves(w.minimums + at + c * scales_step);
+                for (int r = 0; r < num_rows; r++) part[r][c] += minimum * x.sums[r * x.num_groups + group];
+            }
+    }
+    for (int r = 0; r < num_rows; r++)
+        for (int c = 0; c < num_vectors; c++) *(floats *)(total[r] + c * LANES) = part[r][c];
+}
+
+/* Move every second of eight bytes to the front. */
+INLINE void part_pairs(int8_t *codes) {
+    uint64_t words[GROUP / 8];
+    memcpy(words, codes, GROUP);
+    for (int i = 0; i < GROUP / 8; i++) {
+        uint64_t even = words[i] & 0x00ff00ff00ff00ff, odd = words[i] >> 8 & 0x00ff00ff00ff00ff;
+        even = (even | even >> 8) & 0x0000ffff0000ffff, odd = (odd | odd >> 8) & 0x0000ffff0000ffff;
+        words[i] = ((even | even >> 16) & 0xffffffff) | (odd | odd >> 16) << 32;
+    }
+    memcpy(codes, words, GROUP);
+}
+
+INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
+    int8_t *codes = x.codes + at * GROUP;
+    uint32_t most_bits = 0; /* of magnitudes; those of infinity and NaN are the largest */
+#pragma omp simd reduction(max : most_bits)
+    for (int i = 0; i < GROUP; i++) {
+        uint32_t bits = to_bits(load(from[i])) & 0x7fffffff;
+        most_bits = bits > most_bits ? bits : most_bits;
+    }
+    int is_finite = most_bits < 0x7f800000;
+    float most = is_finite ? from_bits(most_bits) : 0.0f, factor = LARGEST / (most > LEAST ? most : LEAST);
+    int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < GROUP; i++) {
+        int32_t code = is_finite ? (int32_t)rintf(load(from[i]) * factor) : 0;
+        codes[i] = (int8_t)code;
+        sum += code;
+    }
+    if (w.bits == 4) part_pairs(codes);
+    x.scales[at] = is_finite ? most / LARGEST : NAN;
+    x.sums[at] = x.scales[at] * (float)sum;
+    x.starts[at] = w.minimums ? 0 : -sum << (w.bits - 1);
+}
+
+INLINE void store_tile(
+    const float tile[][TILE_OUTPUTS], const element *bias, element *out, int64_t out_stride, int64_t num_rows,
+    int64_t num_outputs) {
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t i = 0; i < num_outputs; i++)
+            out[r * out_stride + i] = round_to_element(tile[r][i] + (bias ? load(bias[i]) : 0.0f));
+}
+
+#define TILE(rows, vectors, bits) \
+    case 10 * rows + vectors: multiply_tile(w, x, chunk, total, rows, vectors, bits); break;
+#if defined __AVX512F__
+#define TILES_OF(bits) \
+    TILE(1, 2, bits) TILE(2, 2, bits) TILE(3, 2, bits) TILE(4, 2, bits) \
+    TILE(1, 1, bits) TILE(2, 1, bits) TILE(3, 1, bits) TILE(4, 1, bits)
+#else
+#define TILES_OF(bits) TILE(1, 1, bits) TILE(2, 1, bits)
+#endif
+
+INLINE void multiply_any_tile(
+    Matrix w, Rows x, Chunk chunk, float total[][TILE_OUTPUTS], int64_t num_rows, int64_t num_vectors,
+    const int bits) {
+    switch (10 * num_rows + num_vectors) { TILES_OF(bits) }
+}
+
+INLINE Rows rows_from(Rows x, int64_t row) {
+    int64_t group = row * x.num_groups;
+    return (Rows){x.codes + group * GROUP, x.scales + group, x.sums + group, x.starts + group, x.num_groups};
+}
+
+/* Multiply at most BLOCK_ROWS rows. */
+INLINE void multiply_rows(
+    Matrix w, Rows x, float total[][TILE_OUTPUTS], int64_t num_rows, int64_t num_vectors, const int bits) {
+    const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS, length = num_tiles > 1 ? CHUNK : x.num_groups;
+    memset(total, 0, num_rows * sizeof *total);
+    for (int64_t first = 0; first < x.num_groups; first += length) {
+        const int64_t end = first + length < x.num_groups ? first + length : x.num_groups;
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+            const int64_t row = tile * TILE_ROWS, count = num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS;
+            const Chunk chunk = {first, end, tile, num_tiles};
+            multiply_any_tile(w, rows_from(x, row), chunk, total + row, count, num_vectors, bits);
+        }
+    }
+}
+
+#if defined TILES && defined __AMX_INT8__ && defined __AVX512BW__
+#define USES_TILES
+#include "tiles.h"
+
+/* Tiles 0 to 3 are sums of 16 rows and 16 outputs, 4 and 5 inputs, 6 and 7 weights, each of a group. */
+INLINE void begin_products(void) {
+    configure_tiles(
+        (uint8_t[NUM_TILES]){16, 16, 16, 16, 16, 16, STEPS, STEPS},
+        (uint16_t[NUM_TILES]){64, 64, 64, 64, GROUP, GROUP, 64, 64});
+}
+
+INLINE void end_products(void) { _tile_release(); }
+
+/* Write the products of a group of inputs with codes of TILE_OUTPUTS outputs. */
+INLINE void multiply_codes(
+    const uint8_t *codes, int64_t vector_step, const int8_t *inputs, int64_t input_step,
+    ints sums[AMX_ROWS][TILE_VECTORS], const int bits) {
+    const void *from[TILE_VECTORS] = {codes, codes + vector_step};
+    bytes apart[TILE_VECTORS][STEPS];
+    for (int c = 0; bits == 4 && c < TILE_VECTORS; from[c] = apart[c], c++)
+        for (int s = 0; s < STEPS; s += 2) {
+            bytes of = *(const bytes *)(codes + c * vector_step + s / 2 * VECTOR_BYTES);
+            apart[c][s] = of & 15;
+            apart[c][s + 1] = of >> 4;
+        }
+    FINISH_STORES();
+    _tile_loadd(4, inputs, input_step);
+    _tile_loadd(5, inputs + 16 * input_step, input_step);
+    _tile_loadd(6, from[0], VECTOR_BYTES);
+    _tile_loadd(7, from[1], VECTOR_BYTES);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(1, 4, 7);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(3, 5, 7);
+    _tile_stored(0, &sums[0][0], TILE_OUTPUTS * 4);
+    _tile_stored(1, &sums[0][1], TILE_OUTPUTS * 4);
+    _tile_stored(2, &sums[16][0], TILE_OUTPUTS * 4);
+    _tile_stored(3, &sums[16][1], TILE_OUTPUTS * 4);
+}
+
+INLINE void multiply_amx_rows(Matrix w, Rows x, float out[AMX_ROWS][TILE_OUTPUTS], const int bits) {
+    const int64_t step = GROUP * LANES * bits / 8, num_scales = w.num_inputs / w.group_size;
+    floats total[AMX_ROWS][TILE_VECTORS] = {0};
+    for (int64_t group = 0; group < x.num_groups; group++) {
+        int64_t at = group * GROUP / w.group_size * LANES;
+        floats scale[TILE_VECTORS], minimum[TILE_VECTORS];
+        for (int c = 0; c < TILE_VECTORS; c++, at += num_scales * LANES) {
+            scale[c] = load_halves(w.scales + at);
+            minimum[c] = w.minimums ? load_halves(w.minimums + at) : (floats){0};
+        }
+        ints sums[AMX_ROWS][TILE_VECTORS];
+        const uint8_t *codes = w.codes + group * step;
+        prefetch_group(codes + CHUNK * step, x.num_groups * step, TILE_VECTORS, bits);
+        multiply_codes(codes, x.num_groups * step, x.codes + group * GROUP, w.num_inputs, sums, bits);
+        for (int r = 0; r < AMX_ROWS; r++) {
+            const int64_t i = r * x.num_groups + group;
+            for (int c = 0; c < TILE_VECTORS; c++) {
+                floats products = __builtin_convertvector(sums[r][c] + x.starts[i], floats);
+                total[r][c] += products * (scale[c] * x.scales[i]) + minimum[c] * x.sums[i];
+            }
+        }
+    }
+    memcpy(out, total, sizeof total);
+}
+#else
+INLINE void begin_products(void) {}
+INLINE void end_products(void) {}
+#endif
+
+/* Outputs from `first` on, at most TILE_OUTPUTS, of all rows. */
+INLINE void multiply_outputs(
+    Matrix w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first, const int bits) {
+    const int64_t left = w.num_outputs - first < TILE_OUTPUTS ? w.num_outputs - first : TILE_OUTPUTS;
+    w.codes += first * w.num_inputs * bits / 8;
+    w.scales += first * (w.num_inputs / w.group_size);
+    if (w.minimums) w.minimums += first * (w.num_inputs / w.group_size);
+    if (bias) bias += first;
+    out += first;
+    for (int64_t row = 0, count; row < num_rows; row += count) {
+        float total[BLOCK_ROWS][TILE_OUTPUTS];
+        count = num_rows - row < BLOCK_ROWS ? num_rows - row : BLOCK_ROWS;
+#if defined USES_TILES
+        if (left > LANES && count >= AMX_ROWS)
+            multiply_amx_rows(w, rows_from(x, row), total, bits), count = AMX_ROWS;
+        else
+#endif
+            multiply_rows(w, rows_from(x, row), total, count, (left + LANES - 1) / LANES, bits);
+        store_tile(total, bias, out + row * w.num_outputs, w.num_outputs, count, left);
+    }
+}

@@ -1,0 +1,118 @@
+"""Products with weights that oneDNN packed, on a CPU: oneDNN's own for many rows, a C kernel's for few.
+
+Weights are in memory once: the kernel reads oneDNN's layout, where it is one that the kernel knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import torch
+from torch.nn.functional import pad
+
+from tidewheel_kernels.choice import Op
+from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKernel, mixed_dtypes, native_library
+
+logger = logging.getLogger(__name__)
+
+# Rows for which oneDNN chooses its layout; the layout for 16 and more also suits fewer.
+PACKED_ROWS = 64
+FINELY_PADDED_ROWS = 64
+# More rows are faster in oneDNN (benchmarks/engine/cpu_kernels.py).
+FEW_ROWS = 4
+BLOCKS = (64, 48, 32, 16)  # outputs
+LANE_BYTES = 4
+
+_packed_linear = NativeKernel("packed_linear", *[POINTER] * 4, *[LONG] * 2, THREADS)
+_packed_as_described = NativeKernel("packed_as_described", *[POINTER] * 3, THREADS)
+
+
+class _BlockedMatrix(ctypes.Structure):
+    """`BlockedMatrix` of blocked_products.h."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs", "padded_inputs", "block")),
+    )
+
+
+class PackedWeights:
+    """Weights [out_features, in_features] in oneDNN's layout. `address` is for C kernels; None: an unknown layout."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+        self.out_features, self.in_features = weight.shape
+        self._matrix = _blocked(weight, self.packed)
+        self.address = None if self._matrix is None else ctypes.addressof(self._matrix)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _blocked(weight: torch.Tensor, packed: torch.Tensor) -> _BlockedMatrix | None:
+    """Describe packed weights, and compare them with `weight`, so that nothing depends on oneDNN's version."""
+    readable = hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")
+    if not readable or native_library(weight.dtype) is None or weight.shape[1] * weight.itemsize % LANE_BYTES:
+        return None
+    (out_features, in_features), holds = weight.shape, ctypes.c_int32()
+    for block in BLOCKS:
+        padded_outputs = -(-out_features // block) * block
+        padded_inputs, rest = divmod(torch.ops.mkldnn._nbytes(packed) // weight.itemsize, padded_outputs)
+        if rest or not in_features <= padded_inputs < in_features + PACKED_ROWS:
+            continue
+        matrix = _BlockedMatrix(torch.ops.mkldnn.data_ptr(packed), out_features, in_features, padded_inputs, block)
+        _packed_as_described[weight.dtype](
+            ctypes.addressof(matrix), weight.data_ptr(), ctypes.addressof(holds), torch.get_num_threads()
+        )
+        if holds.value:
+            return matrix
+    logger.info(
+        "oneDNN's layout of %d x %d weights is not known: it multiplies few rows too", out_features, in_features
+    )
+    return None
+
+
+def padded_rows(num_rows: int) -> int:
+    """Round up a number of rows: by one at most in decode steps, else by a quarter. oneDNN keeps 0.5 MB per size."""
+    steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
+    step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
+    return -(-num_rows // step) * step
+
+
+def packed_linear(
+    x: torch.Tensor,  # [num_rows, in_features], last dimension contiguous
+    weights: PackedWeights,
+    bias: torch.Tensor | None = None,  # [out_features] in x's dtype
+) -> torch.Tensor:
+    """Return ``x @ weights.T + bias`` [num_rows, out_features]; sums are float32."""
+    return _OP.chosen[x.device, x.dtype](x, weights, bias)
+
+
+def packed_linear_cpu(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    num_rows = x.shape[0]
+    extra = padded_rows(num_rows) - num_rows
+    if extra:
+        x = pad(x, (0, 0, 0, extra))
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weights.packed, bias, "none", [], "")
+    return product[:num_rows]
+
+
+def packed_linear_native(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    num_rows = x.shape[0]
+    if num_rows > FEW_ROWS or weights.address is None:
+        return packed_linear_cpu(x, weights, bias)
+    if bias is not None and bias.dtype != x.dtype:
+        raise mixed_dtypes(x.dtype, bias)
+    out = torch.empty(num_rows, weights.out_features, dtype=x.dtype)
+    _packed_linear[x.dtype](
+        weights.address, x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), num_rows,
+        x.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+_OP = Op("packed_linear", __name__, reference=packed_linear_cpu, cpu=packed_linear_cpu, native=packed_linear_native)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
+from tidewheel_kernels import packed_linear as package
+from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear_cpu, packed_linear_native
+
+pytestmark = needs_compiler
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def packed(weight: torch.Tensor) -> PackedWeights:
+    weights = PackedWeights(weight)
+    if weights.address is None:
+        pytest.skip("oneDNN's layout for this processor is not known")
+    return weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("size", [(64, 96), (200, 576), (48, 1534), (2, 32)], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5])
+def test_equals_the_product_with_plain_weights(
+    rows: int, size: tuple[int, int], has_bias: bool, dtype: torch.dtype
+) -> None:
+    weight, x = drawn(*size, dtype=dtype), drawn(rows, size[1], dtype=dtype)
+    bias = drawn(size[0], dtype=dtype) if has_bias else None
+    expected = linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
+    weights = packed(weight)
+    assert_close("native", expected, packed_linear_native(x, weights, bias), RATIO[dtype])
+    assert_close("oneDNN", expected, packed_linear_cpu(x, weights, bias), RATIO[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_may_be_apart(dtype: torch.dtype) -> None:
+    x, weight = drawn(3, 200, dtype=dtype)[:, 8:104], drawn(80, 96, dtype=dtype)
+    expected = linear(x.float(), weight.float()).to(dtype)
+    assert_close("native", expected, packed_linear_native(x, packed(weight), None), RATIO[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_only_a_layout_that_holds_the_weights_is_read(dtype: torch.dtype) -> None:
+    weight = drawn(96, 64, dtype=dtype)
+    weights = packed(weight)
+    changed = weight.clone()
+    changed[95, 63] += 1
+    assert package._blocked(weight, weights.packed) is not None
+    assert package._blocked(changed, weights.packed) is None
+
+
+def test_an_unknown_layout_leaves_few_rows_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "BLOCKS", ())
+    weight, x = drawn(64, 96, dtype=torch.float32), drawn(2, 96, dtype=torch.float32)
+    weights = PackedWeights(weight)
+    assert weights.address is None
+    torch.testing.assert_close(packed_linear_native(x, weights, None), linear(x, weight))
+
+
+def test_a_bias_of_another_dtype_is_refused() -> None:
+    weights = packed(drawn(64, 96, dtype=torch.float32))
+    with pytest.raises(TypeError, match="bfloat16"):
+        packed_linear_native(drawn(1, 96, dtype=torch.float32), weights, drawn(64, dtype=torch.bfloat16))

@@ -39,6 +39,11 @@ R = TypeVar("R")
 _operations: set[str] = set()
 
 
+def add_operation(name: str) -> None:
+    """Let `TIDEWHEEL_KERNELS` name an operation."""
+    _operations.add(name)
+
+
 def preferences() -> dict[str, Preference]:
     """Parse `TIDEWHEEL_KERNELS`: a preference by operation, "" for all others. Raise `KernelUnavailable`."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
@@ -127,7 +132,7 @@ class Op(Generic[P, R]):
         self._cpu = cpu
         self._native = native
         self._has_flash = has_flash
-        _operations.add(name)
+        add_operation(name)
         self.chosen = Choices(self)
 
     def choose(self, device: torch.device, dtype: torch.dtype) -> Callable[P, R]:

@@ -17,6 +17,7 @@ from tidewheel_kernels import (
     rope_and_cache,
     silu_and_mul,
 )
+from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, fits_decode_layers
 from tidewheel_kernels.scaled_linear import MULTIPLE as FP8_MULTIPLE
 
 
@@ -90,6 +91,16 @@ class DecoderLayer:
         normed, residual = add_norm(projected, residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual
 
+    def kernel_weights(self) -> LayerWeights | None:
+        """Return the weights as `DecodeLayers` takes them, or None in other formats."""
+        attention, mlp = self.attention, self.mlp
+        qkv, output = attention.qkv.kernel_weights(), attention.output.kernel_weights()
+        gate_up, down = mlp.gate_up.kernel_weights(), mlp.down.kernel_weights()
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        norms = self.input_norm, self.mlp_norm, attention.q_norm, attention.k_norm
+        return LayerWeights(*norms, qkv, output, gate_up, down, attention.sliding_window)
+
 
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -137,6 +148,8 @@ class Decoder:
         self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
         self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
         self._linears = weights.linears
+        self._cos_sin = cos_sin
+        self._decode_layers: DecodeLayers | None = None
 
     def ignores(self, name: str) -> bool:
         """Return whether a checkpoint tensor is unused: old rotation tables, copies of tied matrices."""
@@ -162,6 +175,17 @@ class Decoder:
         self.destinations.clear()
         for layer in self._linears:
             layer.pack()
+        self.prepare_decodes()
+
+    def prepare_decodes(self) -> None:
+        """Bind the layers' weights for decode steps of few rows. To be repeated when weights are replaced."""
+        config = self.config
+        heads = HeadShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
+        weights = [layer.kernel_weights() for layer in self.layers]
+        found = [layer for layer in weights if layer is not None]
+        self._decode_layers = None
+        if len(found) == len(weights) and fits_decode_layers(found, heads):
+            self._decode_layers = DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
         return self.logits(*self._run_layers(step), step.logit_indices)
@@ -192,6 +216,9 @@ class Decoder:
     def _run_layers(self, step: ForwardInput) -> tuple[torch.Tensor, torch.Tensor]:
         meta = step.meta
         x, places = self.embed(step.token_ids), TokenLocations(step.positions, meta.slot_mapping)
+        fused = self._decode_layers
+        if fused is not None and len(x) == meta.num_decodes <= fused.max_rows and step.kv_layers[0].scales is None:
+            return x, fused.run(x, step.positions, meta, step.kv_layers)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, step.kv_layers, strict=True):
             cut = layer.begin(x, residual, places, kv)

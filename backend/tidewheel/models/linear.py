@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding, linear
 
 from tidewheel_kernels import FP8, invariant_linear, quantize_rows, scaled_linear
+from tidewheel_kernels.decode_layers import LinearWeights
 from tidewheel_kernels.grouped_linear import (
     ArrangedWeights,
     GroupedWeights,
+    LaneWeights,
     arrange,
     dequantize,
     grouped_embedding,
@@ -19,10 +21,7 @@ from tidewheel_kernels.grouped_linear import (
     join_outputs,
     quantize_groups,
 )
-
-# Rows for which oneDNN chooses its layout; the layout for 16 and more also suits fewer.
-PACKED_ROWS = 64
-FINELY_PADDED_ROWS = 64
+from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear
 
 
 class GroupFormat(NamedTuple):
@@ -58,7 +57,7 @@ class Linear:
         self.bias = bias
         self.format = format
         self.parts = parts or {}  # outputs by checkpoint name, in order
-        self._packed: torch.Tensor | None = None
+        self._packed: PackedWeights | None = None
         self._scales: torch.Tensor | None = None  # [out_features, 1], of fp8
         self._groups: ArrangedWeights | None = None
 
@@ -81,7 +80,7 @@ class Linear:
 
     def pack(self) -> None:
         if self.format is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
+            self._packed = PackedWeights(self.weight)
             self.weight = torch.empty(0, dtype=self.weight.dtype)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
@@ -95,14 +94,14 @@ class Linear:
             return grouped_linear(x, self._groups, self.bias)
         if self._scales is not None:
             return scaled_linear(x, self.weight, self._scales, self.bias)
-        if self._packed is None:
-            return linear(x, self.weight, self.bias)
-        num_rows = x.shape[0]
-        extra = padded_rows(num_rows) - num_rows
-        if extra:
-            x = pad(x, (0, 0, 0, extra))
-        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return packed[:num_rows]
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def kernel_weights(self) -> LinearWeights | None:
+        """Return the weights as `DecodeLayers` takes them, or None in other formats."""
+        weights = self._groups or self._packed
+        return LinearWeights(weights, self.bias) if isinstance(weights, PackedWeights | LaneWeights) else None
 
 
 class InvariantLinear(Linear):
@@ -121,19 +120,6 @@ def _grouped(part: torch.Tensor | GroupedWeights, wanted: GroupFormat) -> Groupe
             return part
         part = dequantize(part)
     return quantize_groups(part, wanted.bits, wanted.group_size)
-
-
-def padded_rows(num_rows: int) -> int:
-    """Round up a number of rows: by one at most in decode steps, else by a quarter. oneDNN keeps 0.5 MB per size."""
-    steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
-    step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
-    return -(-num_rows // step) * step
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def stored_as_dtype(_names: Sequence[str]) -> MatrixFormat:

@@ -1,0 +1,154 @@
+"""All layers of a Llama-like decoder in one C call, for decode steps of few rows on a CPU.
+
+Such a step has nine operations a layer, most of which take less time than a call from Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.choice import add_operation, preference_for
+from tidewheel_kernels.decode_layers import structures
+from tidewheel_kernels.grouped_linear import LaneWeights
+from tidewheel_kernels.grouped_linear.reference import INPUT_GROUP
+from tidewheel_kernels.native.library import POINTER, NativeKernel, mixed_dtypes, native_library
+from tidewheel_kernels.packed_linear import FEW_ROWS, PackedWeights
+
+NAME = "decode_layers"
+add_operation(NAME)
+_decode_layers = NativeKernel(NAME, POINTER)
+
+# With more rows, operations of their own are faster (benchmarks/engine/cpu_kernels.py).
+FEW_GROUPED_ROWS = 16
+MAX_HEAD_DIM = 256
+# Begins with keys and values [num_blocks, block_size, num_kv_heads, head_dim].
+LayerCache = Sequence[torch.Tensor | None]
+
+
+class LinearWeights(NamedTuple):
+    weights: PackedWeights | LaneWeights
+    bias: torch.Tensor | None  # [out_features]
+
+
+class LayerWeights(NamedTuple):
+    input_norm: torch.Tensor  # [hidden]
+    mlp_norm: torch.Tensor  # [hidden]
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None
+    qkv: LinearWeights
+    output: LinearWeights
+    gate_up: LinearWeights
+    down: LinearWeights
+    sliding_window: int  # 0: every key is seen
+
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class HeadShape(NamedTuple):
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def fits_decode_layers(layers: Sequence[LayerWeights], heads: HeadShape) -> bool:
+    """Return whether the C kernels know all layouts, and the environment allows them."""
+    known = all(linear.weights.address for layer in layers for linear in layer.linears)
+    has_kernels = preference_for(NAME) == "auto" and native_library(layers[0].input_norm.dtype) is not None
+    return has_kernels and known and heads.head_dim <= MAX_HEAD_DIM
+
+
+class DecodeLayers:
+    """Layers that `fits_decode_layers` accepts. Weights must stay where they are, and one step runs at a time."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        heads: HeadShape,
+        cos_sin: torch.Tensor,  # [max_position, rotary_dim] float32, cat(cos, sin)
+        eps: float,
+    ) -> None:
+        first = layers[0]
+        self.dtype = first.input_norm.dtype
+        is_grouped = all(isinstance(linear.weights, LaneWeights) for layer in layers for linear in layer.linears)
+        self.max_rows = FEW_GROUPED_ROWS if is_grouped else FEW_ROWS
+        self._layers = (structures.LayerAddresses * len(layers))(*map(_layer, layers))
+        self._decoder = structures.DecoderAddresses(
+            ctypes.addressof(self._layers), cos_sin.data_ptr(), len(layers), first.down.weights.out_features,
+            first.down.weights.in_features, *heads, cos_sin.shape[1] // 2, eps, heads.head_dim**-0.5,
+        )  # fmt: skip
+        self._step = structures.StepAddresses(model=ctypes.addressof(self._decoder))
+        self._buffers = self._allocate(first)
+        self._kept = layers, cos_sin
+        self._caches: Sequence[LayerCache] = ()
+
+    def _allocate(self, layer: LayerWeights) -> dict[str, torch.Tensor]:
+        """Allocate what the stages of a step hand on."""
+        rows = self.max_rows
+        inputs = max(linear.weights.in_features for linear in layer.linears)
+        widths = {
+            "normed": layer.qkv.weights.in_features,
+            "heads": layer.qkv.weights.out_features,
+            "attended": layer.output.weights.in_features,
+            "gate_up": layer.gate_up.weights.out_features,
+            "activated": layer.down.weights.in_features,
+        }
+        buffers = {name: torch.empty(rows, width, dtype=self.dtype) for name, width in widths.items()}
+        num_groups = rows * -(-inputs // INPUT_GROUP)
+        buffers |= {name: torch.empty(num_groups) for name in ("scales", "sums")}
+        buffers["starts"] = torch.empty(num_groups, dtype=torch.int32)
+        buffers["codes"] = torch.empty(num_groups * INPUT_GROUP, dtype=torch.int8)
+        for name, tensor in buffers.items():
+            setattr(self._step, name, tensor.data_ptr())
+        return buffers
+
+    def run(
+        self, x: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, caches: Sequence[LayerCache]
+    ) -> torch.Tensor:
+        """Replace `x` [T, hidden], embeddings of at most `max_rows` decodes, by the last layer's output.
+
+        Return the residual [T, hidden]. `positions` are [T] int64; `caches` has an entry for each layer.
+        """
+        if caches is not self._caches:
+            self._use_caches(caches)
+        residual, tables, step = torch.empty_like(x), meta.block_tables, self._step
+        step.positions, step.slots = positions.data_ptr(), meta.slot_mapping.data_ptr()
+        step.tables, step.table_stride = tables.data_ptr(), tables.stride(0)
+        step.seq_lens, step.num_rows = meta.seq_lens.data_ptr(), x.shape[0]
+        step.x, step.residual, step.num_threads = x.data_ptr(), residual.data_ptr(), torch.get_num_threads()
+        _decode_layers[self.dtype](ctypes.addressof(step))
+        return residual
+
+    def _use_caches(self, caches: Sequence[LayerCache]) -> None:
+        pairs = [(keys, values) for keys, values, *_ in caches if keys is not None and values is not None]
+        for cache in (cache for pair in pairs for cache in pair):
+            if cache.dtype != self.dtype:
+                raise mixed_dtypes(self.dtype, cache)
+        addresses = [structures.CacheAddresses(keys.data_ptr(), values.data_ptr()) for keys, values in pairs]
+        self._addresses = (structures.CacheAddresses * len(pairs))(*addresses)
+        keys, values = pairs[0]
+        step = self._step
+        step.caches, step.block_size = ctypes.addressof(self._addresses), keys.shape[1]
+        step.k_block_stride, step.v_block_stride = keys.stride(0), values.stride(0)
+        self._caches = caches
+
+
+def _layer(layer: LayerWeights) -> structures.LayerAddresses:
+    norms = (None if norm is None else norm.data_ptr() for norm in layer[:4])
+    return structures.LayerAddresses(*norms, *map(_linear, layer.linears), layer.sliding_window)
+
+
+def _linear(linear: LinearWeights) -> structures.LinearAddresses:
+    weights, bias = linear
+    is_grouped = isinstance(weights, LaneWeights)
+    return structures.LinearAddresses(
+        grouped=weights.address if is_grouped else None,
+        blocked=None if is_grouped else weights.address,
+        bias=None if bias is None else bias.data_ptr(),
+    )

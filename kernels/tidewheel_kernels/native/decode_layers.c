@@ -1,0 +1,196 @@
+/* All layers of a decode step of few rows, in one parallel region: between its products, a step has operations that
+   take less time than a call. */
+#include <stddef.h>
+
+#include "attend.h"
+#include "blocked_products.h"
+#include "grouped_products.h"
+#include "rows.h"
+#include "team.h"
+
+enum { STAGES = 9, SEGMENT = 512 /* activations of a piece of work; whole groups */ };
+
+typedef struct {
+    const Matrix *grouped; /* or NULL, with `blocked` */
+    const BlockedMatrix *blocked;
+    const element *bias; /* [num_outputs]; or NULL */
+} Linear;
+
+typedef struct {
+    const element *input_norm, *mlp_norm; /* [hidden] */
+    const element *q_norm, *k_norm;       /* [head_dim]; or NULL */
+    Linear qkv, output, gate_up, down;
+    int64_t sliding_window; /* 0: every key is seen */
+} Layer;
+
+typedef struct {
+    element *keys, *values; /* [num_blocks, block_size, num_kv_heads, head_dim] */
+} Cache;
+
+typedef struct {
+    const Layer *layers;
+    const float *cos_sin; /* [max_position, 2 * half]: cosines, then sines */
+    int64_t num_layers, hidden, intermediate, num_q_heads, num_kv_heads, head_dim, half;
+    float eps, scale;
+} Decoder;
+
+/* Rows of a step, and room for what its stages hand on. */
+typedef struct {
+    const Decoder *model;
+    const Cache *caches;                /* [num_layers] */
+    const int64_t *positions, *slots;   /* [num_rows]; a slot below 0: not cached */
+    const int32_t *tables;              /* [num_rows, table_stride] */
+    const int32_t *seq_lens;            /* [num_rows]; 0: attention is zero */
+    element *x, *residual;              /* [num_rows, hidden] */
+    element *normed, *heads, *attended; /* [num_rows, inputs or outputs of a product] */
+    element *gate_up, *activated;
+    int8_t *codes; /* as in `Rows` */
+    float *scales, *sums;
+    int32_t *starts;
+    int64_t num_rows, table_stride, block_size, k_block_stride, v_block_stride;
+    int32_t num_threads;
+} Step;
+
+typedef void Job(const Step *s, int64_t layer, int64_t piece);
+
+INLINE Rows rounded_rows(const Step *s, int64_t num_groups) {
+    return (Rows){s->codes, s->scales, s->sums, s->starts, num_groups};
+}
+
+/* Round inputs [first, first + count) of a row for a product with grouped weights. */
+INLINE void round_inputs(
+    const Step *s, const Linear *linear, const element *row, int64_t index, int64_t first, int64_t count) {
+    if (!linear->grouped) return;
+    int64_t num_groups = linear->grouped->num_inputs / GROUP;
+    Rows rows = rounded_rows(s, num_groups);
+    for (int64_t at = first; at < first + count; at += GROUP)
+        round_group(row + at, rows, index * num_groups + at / GROUP, *linear->grouped);
+}
+
+INLINE void multiply_tile_of(const Step *s, const Linear *l, const element *x, element *out, int64_t tile) {
+    if (l->grouped) {
+        Rows rows = rounded_rows(s, l->grouped->num_inputs / GROUP);
+        if (l->grouped->bits == 8)
+            multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 8);
+        else
+            multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 4);
+    } else {
+        blocked_outputs(l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile);
+    }
+}
+
+INLINE int64_t tiles_of(const Linear *l) {
+    return l->grouped ? (l->grouped->num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS : blocked_tiles(l->blocked);
+}
+
+static void begin_layer(const Step *s, int64_t layer, int64_t row) {
+    const Decoder *m = s->model;
+    const Layer *l = m->layers + layer;
+    element *x = s->x + row * m->hidden, *residual = s->residual + row * m->hidden, *normed = s->normed + row * m->hidden;
+    if (layer == 0) memcpy(residual, x, m->hidden * sizeof(element));
+    normalise(x, layer == 0 ? NULL : residual, l->input_norm, normed, residual, m->hidden, m->eps, 0.0f);
+    round_inputs(s, &l->qkv, normed, row, 0, m->hidden);
+}
+
+static void project(const Step *s, int64_t layer, int64_t tile) {
+    multiply_tile_of(s, &s->model->layers[layer].qkv, s->normed, s->heads, tile);
+}
+
+/* Rotate one KV head's key and queries, store key and value, and attend. */
+static void attend_kv_head(const Step *s, int64_t layer, int64_t piece) {
+    const Decoder *m = s->model;
+    const Layer *l = m->layers + layer;
+    Cache cache = s->caches[layer];
+    int64_t row = piece / m->num_kv_heads, kv_head = piece % m->num_kv_heads, dim = m->head_dim;
+    int64_t group = m->num_q_heads / m->num_kv_heads, slot = s->slots[row], end = s->seq_lens[row];
+    const float *cos = m->cos_sin + s->positions[row] * 2 * m->half, *sin = cos + m->half;
+    element *heads = s->heads + row * (m->num_q_heads + 2 * m->num_kv_heads) * dim, *q = heads + kv_head * group * dim;
+    element *key = heads + (m->num_q_heads + kv_head) * dim, *value = key + m->num_kv_heads * dim;
+    element *out = s->attended + (row * m->num_q_heads + kv_head * group) * dim;
+    for (int64_t h = 0; h < group; h++) rotate(q + h * dim, l->q_norm, cos, sin, dim, m->half, m->eps);
+    rotate(key, l->k_norm, cos, sin, dim, m->half, m->eps);
+    if (slot >= 0) {
+        int64_t block = slot / s->block_size, offset = (slot % s->block_size * m->num_kv_heads + kv_head) * dim;
+        memcpy(cache.keys + block * s->k_block_stride + offset, key, dim * sizeof(element));
+        memcpy(cache.values + block * s->v_block_stride + offset, value, dim * sizeof(element));
+    }
+    Paged paged = {cache.keys, cache.values, NULL, s->k_block_stride, s->v_block_stride, m->num_kv_heads * dim, s->block_size};
+    Context context = {
+        .paged = paged_of(paged, s->tables + row * s->table_stride, kv_head * dim),
+        .begin = l->sliding_window > 0 && end > l->sliding_window ? end - l->sliding_window : 0,
+        .end = end,
+        .q_head_stride = dim,
+        .scale = m->scale,
+    };
+    for (int64_t h = 0; h < group; h += MAX_HEADS)
+        attend_any(&context, q + h * dim, out + h * dim, group - h < MAX_HEADS ? group - h : MAX_HEADS, dim);
+}
+
+static void round_attended(const Step *s, int64_t layer, int64_t row) {
+    int64_t width = s->model->num_q_heads * s->model->head_dim;
+    round_inputs(s, &s->model->layers[layer].output, s->attended + row * width, row, 0, width);
+}
+
+static void project_output(const Step *s, int64_t layer, int64_t tile) {
+    multiply_tile_of(s, &s->model->layers[layer].output, s->attended, s->x, tile);
+}
+
+static void begin_mlp(const Step *s, int64_t layer, int64_t row) {
+    const Decoder *m = s->model;
+    const Layer *l = m->layers + layer;
+    element *x = s->x + row * m->hidden, *residual = s->residual + row * m->hidden, *normed = s->normed + row * m->hidden;
+    normalise(x, residual, l->mlp_norm, normed, residual, m->hidden, m->eps, 0.0f);
+    round_inputs(s, &l->gate_up, normed, row, 0, m->hidden);
+}
+
+static void expand(const Step *s, int64_t layer, int64_t tile) {
+    multiply_tile_of(s, &s->model->layers[layer].gate_up, s->normed, s->gate_up, tile);
+}
+
+static void gate(const Step *s, int64_t layer, int64_t piece) {
+    int64_t width = s->model->intermediate, num_segments = (width + SEGMENT - 1) / SEGMENT;
+    int64_t row = piece / num_segments, first = piece % num_segments * SEGMENT;
+    int64_t count = width - first < SEGMENT ? width - first : SEGMENT;
+    const element *from = s->gate_up + row * 2 * width + first;
+    element *to = s->activated + row * width;
+    activate(from, from + width, to + first, count);
+    round_inputs(s, &s->model->layers[layer].down, to, row, first, count);
+}
+
+static void contract(const Step *s, int64_t layer, int64_t tile) {
+    multiply_tile_of(s, &s->model->layers[layer].down, s->activated, s->x, tile);
+}
+
+INLINE void run(const Step *s, Stage *stage, Job job, int64_t layer, int64_t total) {
+    int64_t share = total / (s->num_threads * SHARES_PER_THREAD) + 1, first, end, count = 0;
+    while ((end = take_share(stage, total, share, &first))) {
+        for (int64_t piece = first; piece < end; piece++) job(s, layer, piece);
+        count += end - first;
+    }
+    finish_stage(stage, count, total);
+}
+
+static void run_layers(const Step *s, Stage *stages) {
+    const Decoder *m = s->model;
+    int64_t num_segments = (m->intermediate + SEGMENT - 1) / SEGMENT;
+    for (int64_t layer = 0; layer < m->num_layers; layer++, stages += STAGES) {
+        const Layer *l = m->layers + layer;
+        run(s, stages, begin_layer, layer, s->num_rows);
+        run(s, stages + 1, project, layer, tiles_of(&l->qkv));
+        run(s, stages + 2, attend_kv_head, layer, s->num_rows * m->num_kv_heads);
+        if (l->output.grouped) run(s, stages + 3, round_attended, layer, s->num_rows);
+        run(s, stages + 4, project_output, layer, tiles_of(&l->output));
+        run(s, stages + 5, begin_mlp, layer, s->num_rows);
+        run(s, stages + 6, expand, layer, tiles_of(&l->gate_up));
+        run(s, stages + 7, gate, layer, s->num_rows * num_segments);
+        run(s, stages + 8, contract, layer, tiles_of(&l->down));
+    }
+}
+
+/* Replace `x`, embeddings, by the last layer's output, and fill `residual`; the next norm adds them. */
+API void decode_layers(const Step *step) {
+    Stage stages[step->model->num_layers * STAGES];
+    memset(stages, 0, sizeof stages);
+#pragma omp parallel num_threads(step->num_threads) if (step->num_threads > 1)
+    run_layers(step, stages);
+}

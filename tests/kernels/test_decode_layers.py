@@ -1,0 +1,117 @@
+"""Layers in one call against the same layers operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from support.kernels.kernel_harness import RATIO, PagedBatch, assert_close, needs_compiler, paged_batch
+from tidewheel_kernels import paged_attention, rms_norm, rope_and_cache, silu_and_mul
+from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, LinearWeights, fits_decode_layers
+from tidewheel_kernels.grouped_linear import LaneWeights, arrange, grouped_linear, quantize_groups
+from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear
+
+pytestmark = needs_compiler
+HIDDEN, INTERMEDIATE, KV_HEADS, HEAD_DIM, EPS = 96, 544, 2, 32, 1e-5
+FORMATS = {"4 bits": 4, "8 bits": 8, "floats": 0}
+
+
+class Model(NamedTuple):
+    layers: list[LayerWeights]
+    heads: HeadShape
+    cos_sin: torch.Tensor
+
+
+def model(
+    num_bits: Sequence[int], dtype: torch.dtype, *, group: int, has_norms: bool, has_bias: bool, window: int
+) -> Model:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    def linear(bits: int, outputs: int, inputs: int) -> LinearWeights:
+        weight = drawn(outputs, inputs) * inputs**-0.5
+        weights = arrange(quantize_groups(weight, bits)) if bits else PackedWeights(weight)  # type: ignore[arg-type]
+        assert isinstance(weights, PackedWeights | LaneWeights)
+        return LinearWeights(weights, drawn(outputs) if has_bias else None)
+
+    q_width = group * KV_HEADS * HEAD_DIM
+    layers = [
+        LayerWeights(
+            1 + drawn(HIDDEN) / 8,
+            1 + drawn(HIDDEN) / 8,
+            1 + drawn(HEAD_DIM) / 8 if has_norms else None,
+            1 + drawn(HEAD_DIM) / 8 if has_norms else None,
+            linear(bits, q_width + 2 * KV_HEADS * HEAD_DIM, HIDDEN),
+            linear(bits, HIDDEN, q_width),
+            linear(bits, 2 * INTERMEDIATE, HIDDEN),
+            linear(bits, HIDDEN, INTERMEDIATE),
+            window,
+        )
+        for bits in num_bits
+    ]
+    angles = torch.rand(64, HEAD_DIM // 2, generator=generator)
+    return Model(layers, HeadShape(group * KV_HEADS, KV_HEADS, HEAD_DIM), torch.cat((angles.cos(), angles.sin()), 1))
+
+
+def product(x: torch.Tensor, linear: LinearWeights) -> torch.Tensor:
+    weights, bias = linear
+    return grouped_linear(x, weights, bias) if isinstance(weights, LaneWeights) else packed_linear(x, weights, bias)
+
+
+def by_operations(
+    of: Model, x: torch.Tensor, batch: PagedBatch, positions: torch.Tensor, caches: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual = torch.zeros_like(x)
+    num_q_heads, num_kv_heads, head_dim = of.heads
+    for layer, cache in zip(of.layers, caches, strict=True):
+        normed, residual = rms_norm(x, layer.input_norm, EPS, residual)
+        heads = product(normed, layer.qkv).view(len(x), -1, head_dim)
+        q, k, v = heads.split((num_q_heads, num_kv_heads, num_kv_heads), 1)
+        rope_and_cache(
+            q, k, v, of.cos_sin, positions, batch.meta.slot_mapping, *cache,
+            q_norm_weight=layer.q_norm, k_norm_weight=layer.k_norm, eps=EPS,
+        )  # fmt: skip
+        attended = paged_attention(
+            q, *cache, batch.meta, scale=head_dim**-0.5, sliding_window=layer.sliding_window
+        ).view(len(x), -1)
+        normed, residual = rms_norm(product(attended, layer.output), layer.mlp_norm, EPS, residual)
+        x = product(silu_and_mul(product(normed, layer.gate_up)), layer.down)
+    return x, residual
+
+
+def check(of: Model, dtype: torch.dtype, seq_lens: Sequence[int]) -> None:
+    batch = paged_batch([(1, length) for length in seq_lens], group=1, dtype=dtype)
+    lengths = batch.meta.seq_lens.long()
+    positions = (lengths - 1).clamp(min=0)
+    blocks = batch.meta.block_tables[torch.arange(len(seq_lens)), positions // 16].long()
+    batch.meta.slot_mapping.copy_(torch.where(lengths > 0, blocks * 16 + positions % 16, -1))
+    layers = DecodeLayers(*of, EPS)
+    caches = [[torch.stack(batch[1:3]) for _ in of.layers] for _ in range(2)]
+    x = torch.randn(len(seq_lens), HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = by_operations(of, x, batch, positions, caches[0])
+    pairs = [tuple(cache) for cache in caches[1]]
+    residual = layers.run(x, positions, batch.meta, pairs)
+    for name, wanted, got in zip(("output", "residual"), expected, (x, residual), strict=True):
+        assert_close(name, wanted, got, 4 * RATIO[dtype] * (1 if dtype == torch.bfloat16 else 100))
+    for wanted, got in zip(*caches, strict=True):
+        assert_close("cache", wanted.nan_to_num(), got.nan_to_num(), 4 * RATIO[dtype] * 100)
+    again = torch.randn(1, HIDDEN).to(dtype)
+    layers.run(again, positions[:1], batch.meta, pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("seq_lens", [(1,), (40, 17, 0, 3)], ids=str)
+@pytest.mark.parametrize("has_extras", [False, True], ids=["plain", "norms, biases and a window"])
+def test_equals_single_operations(has_extras: bool, seq_lens: tuple[int, ...], bits: int, dtype: torch.dtype) -> None:
+    if not bits and not can_pack(dtype):
+        pytest.skip("oneDNN packs no weights of this dtype here")
+    of = model((bits, bits), dtype, group=3, has_norms=has_extras, has_bias=has_extras, window=8 * has_extras)
+    if not fits_decode_layers(of.layers, of.heads):
+        pytest.skip("oneDNN's layout for this processor is not known")
+    check(of, dtype, seq_lens)

@@ -66,7 +66,7 @@ class HttpReader:
 
     def _post(self, asked: Asked) -> bytes:
         fields = {"text_input": PROMPT, "stream": True, "ignore_eos": True, "max_tokens": asked.max_tokens}
-        return _http_post(f"/v2/models/{asked.model}/generate_stream", fields)
+        return http_post(f"/v2/models/{asked.model}/generate_stream", fields)
 
     def read(self) -> Iterator[tuple[int, int]]:
         data = self.socket.recv(1 << 16)
@@ -88,7 +88,7 @@ class OpenAiReader(HttpReader):
 
     def _post(self, asked: Asked) -> bytes:
         fields = {"model": asked.model, "prompt": PROMPT, "stream": True}
-        return _http_post("/v1/completions", fields | {"ignore_eos": True, "max_tokens": asked.max_tokens})
+        return http_post("/v1/completions", fields | {"ignore_eos": True, "max_tokens": asked.max_tokens})
 
 
 class LineReader:
@@ -111,7 +111,7 @@ class InferReader:
     def __init__(self, asked: Asked) -> None:
         given = {"text_input": PROMPT, "sampling_parameters": _sampling(asked)}
         inputs = [{"name": k, "datatype": "BYTES", "shape": [1], "data": [v]} for k, v in given.items()]
-        self._request = _http_post(f"/v2/models/{asked.model}/infer", {"inputs": inputs})
+        self._request = http_post(f"/v2/models/{asked.model}/infer", {"inputs": inputs})
         self._rest = b""
         self.socket = connected(asked.address)
         self.socket.sendall(self._request)
@@ -191,7 +191,7 @@ def connected(address: str) -> socket.socket:
     return connection
 
 
-def _http_post(path: str, body: object) -> bytes:
+def http_post(path: str, body: object) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data

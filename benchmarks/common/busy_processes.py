@@ -1,0 +1,51 @@
+"""Processes that keep cores busy, and the rate at which the cores read memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+READS = 12
+
+
+@contextmanager
+def busy_processes(count: int, nice: int = 0) -> Iterator[None]:
+    """Keep `count` processes busy, which add `nice` to their niceness."""
+    command = [sys.executable, "-c", f"import os; os.nice({nice}); print(flush=True)\nwhile True: pass"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def read_bytes_per_s(num_bytes: int, threads: int) -> float:
+    """Return the best rate of a plain read of so many bytes, by two ways of summing them."""
+    words = torch.ones(num_bytes // 8, dtype=torch.float64)
+    shares = [part.numpy() for part in words.chunk(threads)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            ways = (words.view(torch.int64).sum, lambda: list(pool.map(lambda share: share.sum(), shares)))
+            seconds = min(_seconds(way) for way in ways for _ in range(READS))
+    finally:
+        torch.set_num_threads(before)
+    return words.nbytes / seconds
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

@@ -1,10 +1,11 @@
-"""Perplexity of the demo model on held-out text with keys and values, or weights, of 8 bits; how far its logits move.
+"""Perplexity with keys and values, or weights, of 8 bits, and weights of 4 bits; how far the logits move.
 
     apt-get install python3.11-doc postgresql-doc-15
-    python demo_model/eight_bit_quality.py --save
+    python demo_model/eight_bit_quality.py --save                             # the demo model, on held-out text
+    python demo_model/eight_bit_quality.py --model FOLDER --windows 8 --save  # integers, on pages of docs/
 
 Windows of 1,024 tokens in float32 on a CPU, so nothing else differs. `--root` is where the packages lie
-unpacked, if they are not installed.
+unpacked, if they are not installed. The pages are those of a fixed commit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +33,17 @@ from tidewheel.runner.loading import RunnerParts, load_parts
 from train_demo_model import OUT, ROOT, Corpus, Recipe, encode, training_texts, validation_rows
 
 RECORD = ROOT / "benchmarks" / "results" / "eight_bit_quality.json"
+RECORD_OF_FOLDER = RECORD.with_name("quantized_quality.json")
 EXACT, CACHE, WEIGHTS = "as the files", "kv_cache_dtype fp8_e4m3", "quantization fp8"
+INT8, INT4 = "quantization int8", "quantization int4"
+PAGES_OF = "f5a28b6c0e38ef5c7767e52ab85eeea8b13d13a4"
+PAGES = ("clients", "scheduling", "serve", "settings")
 Logits = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Way(NamedTuple):
+    logits: Logits
+    weights_bytes: int
 
 
 class Moved(NamedTuple):
@@ -54,23 +65,23 @@ def logits_with(parts: RunnerParts, layout: CacheLayout) -> Logits:
     return logits
 
 
-def ways(folder: Path) -> dict[str, Logits]:
-    """Return the model by its settings."""
-    config = {"model": str(folder), "dtype": "float32", "device": "cpu"}
+def ways(folder: Path, *, floats: bool = True) -> dict[str, Way]:
+    """Return the model by its settings, with those of 8-bit `floats` or only those of integers."""
     cache, weights = {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}
-    exact, of_cache, of_weights, of_both = (
-        load_parts(EngineConfig.from_settings({**config, **settings}), no_progress)
-        for settings in ({}, cache, weights, {**cache, **weights})
-    )
-    assert of_cache.layout.scales is not None
-    ones = of_cache.layout._replace(scales=torch.ones_like(of_cache.layout.scales))
-    return {
-        EXACT: logits_with(exact, exact.layout),
-        CACHE: logits_with(of_cache, of_cache.layout),
-        f"{CACHE}, scales of 1": logits_with(of_cache, ones),
-        WEIGHTS: logits_with(of_weights, of_weights.layout),
-        "both": logits_with(of_both, of_both.layout),
+    settings = {EXACT: {}, INT8: {"quantization": "int8"}, INT4: {"quantization": "int4"}}
+    settings |= {CACHE: cache, WEIGHTS: weights, "both": {**cache, **weights}} if floats else {}
+    config = {"model": str(folder), "dtype": "float32", "device": "cpu"}
+    parts = {
+        name: load_parts(EngineConfig.from_settings({**config, **of_name}), no_progress)
+        for name, of_name in settings.items()
     }
+    found = {name: Way(logits_with(one, one.layout), one.info.weights_bytes) for name, one in parts.items()}
+    if floats:
+        scales = parts[CACHE].layout.scales
+        assert scales is not None
+        ones = parts[CACHE].layout._replace(scales=torch.ones_like(scales))
+        found[f"{CACHE}, scales of 1"] = found[CACHE]._replace(logits=logits_with(parts[CACHE], ones))
+    return found
 
 
 def moved(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> Moved:
@@ -83,13 +94,13 @@ def moved(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> M
     )
 
 
-def compare(rows: torch.Tensor, logits_by: dict[str, Logits]) -> dict[str, Moved]:
+def compare(rows: torch.Tensor, ways_by: dict[str, Way]) -> dict[str, Moved]:
     """Return means over `rows` [windows, length + 1]."""
-    found: dict[str, list[Moved]] = {name: [] for name in logits_by}
+    found: dict[str, list[Moved]] = {name: [] for name in ways_by}
     for row in rows:
-        exact = logits_by[EXACT](row[:-1])
-        for name, logits in logits_by.items():
-            found[name].append(moved(logits(row[:-1]), exact, row[1:]))
+        exact = ways_by[EXACT].logits(row[:-1])
+        for name, way in ways_by.items():
+            found[name].append(moved(way.logits(row[:-1]), exact, row[1:]))
     means = {
         name: [sum(column) / len(rows) for column in zip(*of_name, strict=True)] for name, of_name in found.items()
     }
@@ -103,26 +114,46 @@ def held_out(folder: Path, root: Path) -> Corpus:
     return Corpus([], encode(tokenizer, list(training_texts(documents, Recipe.seed))))
 
 
-def lines(result: dict[str, Moved]) -> Iterator[dict[str, Any]]:
+def pages_of_docs(folder: Path, length: int, limit: int) -> torch.Tensor:
+    """Return windows [rows, length + 1] of pages, in tokens of the folder's tokenizer."""
+    shown = ["git", "show", *(f"{PAGES_OF}:docs/{page}.md" for page in PAGES)]
+    text = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tokens = torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+    return tokens.unfold(0, length + 1, length)[:limit]
+
+
+def lines(result: dict[str, Moved], ways_by: dict[str, Way]) -> Iterator[dict[str, Any]]:
     for name, values in result.items():
-        yield {"settings": name, "perplexity": math.exp(values.loss), **values._asdict()}
+        perplexity, bfloat16 = math.exp(values.loss), ways_by[EXACT].weights_bytes / 2
+        yield {
+            "settings": name,
+            "perplexity": perplexity,
+            "over_exact": perplexity / math.exp(result[EXACT].loss),
+            "weights_over_bfloat16": ways_by[name].weights_bytes / bfloat16,
+            **values._asdict(),
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="in place of the demo model")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--root", type=Path, default=Path("/"))
-    parser.add_argument("--save", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
+    parser.add_argument("--save", action="store_true", help=f"write {RECORD.relative_to(ROOT)}, or quantized_quality")
     options = parser.parse_args()
-    rows = validation_rows(held_out(OUT, options.root), CONTEXT, options.windows)
+    if options.model is None:
+        rows, ways_by = validation_rows(held_out(OUT, options.root), CONTEXT, options.windows), ways(OUT)
+    else:
+        rows, ways_by = pages_of_docs(options.model, 1024, options.windows), ways(options.model, floats=False)
     with torch.inference_mode():
-        result = list(lines(compare(rows, ways(OUT))))
+        result = list(lines(compare(rows, ways_by), ways_by))
     for line in result:
         print(json.dumps(line))
     if options.save:
         facts = {**environment(("torch",)), "command": command_line("python", sys.argv)}
         shape = {"windows": len(rows), "tokens": rows[:, 1:].numel()}
-        RECORD.write_text(json.dumps({**facts, **shape, "ways": result}, indent=1) + "\n")
+        record = RECORD if options.model is None else RECORD_OF_FOLDER
+        record.write_text(json.dumps({**facts, **shape, "ways": result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

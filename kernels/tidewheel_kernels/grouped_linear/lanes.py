@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from tidewheel_kernels.grouped_linear.reference import Bits, GroupedWeights
 
-LANES = 16
+LANES = 32  # of two vectors
 WORD_BYTES = 4  # of a lane
 
 

@@ -31,15 +31,15 @@ API void grouped_linear(
 }
 
 INLINE void copy_output(Matrix w, int64_t output, element *to) {
-    int64_t block = output / LANES, lane = output % LANES, num_scales = w.num_inputs / w.group_size;
-    const uint8_t *codes = w.codes + block * w.num_inputs * w.bits / 8 * LANES + lane * PER_LANE;
+    int64_t block = output / OUTPUTS, lane = output % OUTPUTS, num_scales = w.num_inputs / w.group_size;
+    const uint8_t *codes = w.codes + block * w.num_inputs * w.bits / 8 * OUTPUTS + lane * PER_LANE;
     for (int64_t group = 0; group < num_scales; group++) {
-        int64_t at = (block * num_scales + group) * LANES;
-        float scale = load_halves(w.scales + at)[lane];
-        float minimum = w.minimums ? load_halves(w.minimums + at)[lane] : -scale * (float)(1 << (w.bits - 1));
+        int64_t at = (block * num_scales + group) * OUTPUTS + lane / LANES * LANES;
+        float scale = load_halves(w.scales + at)[lane % LANES];
+        float minimum = w.minimums ? load_halves(w.minimums + at)[lane % LANES] : -scale * (float)(1 << (w.bits - 1));
         for (int64_t i = group * w.group_size; i < (group + 1) * w.group_size; i++) {
             int64_t byte = i * w.bits / 8;
-            uint8_t code = codes[byte / PER_LANE * VECTOR_BYTES + byte % PER_LANE];
+            uint8_t code = codes[byte / PER_LANE * STEP_BYTES + byte % PER_LANE];
             if (w.bits == 4) code = i % 2 ? code >> 4 : code & 15;
             to[i] = round_to_element((float)code * scale + minimum);
         }

@@ -4,8 +4,9 @@
 
 #include "lanes.h"
 
-/* LANES outputs lie side by side, in the 32-bit lanes of a vector; a lane holds PER_LANE successive inputs. */
-enum { GROUP = 32, PER_LANE = 4, STEPS = GROUP / PER_LANE, LARGEST = 127 };
+/* OUTPUTS outputs lie side by side, in the 32-bit lanes of two vectors; a lane holds PER_LANE bytes of inputs. */
+enum { GROUP = 32, OUTPUTS = 32, PER_LANE = 4, STEPS = GROUP / PER_LANE, LARGEST = 127 };
+enum { STEP_BYTES = OUTPUTS * PER_LANE };
 
 #define LEAST 0x1p-100f /* magnitude whose reciprocal is finite */
 
@@ -21,11 +22,11 @@ enum { TILE_ROWS = 2, TILE_VECTORS = 1 };
 enum { TILE_OUTPUTS = TILE_VECTORS * LANES, SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
 
 /* Rows of a block share a chunk of weights in the first cache, while the next chunk is fetched. */
-enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AMX_ROWS = 32 };
+enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, AMX_ROWS = 32 };
 
 typedef struct {
-    const uint8_t *codes;     /* [num_outputs / LANES, num_inputs * bits / 32, LANES, PER_LANE] */
-    const uint16_t *scales;   /* [num_outputs / LANES, num_inputs / group_size, LANES] float16 */
+    const uint8_t *codes;     /* [num_outputs / OUTPUTS, num_inputs * bits / 32, OUTPUTS, PER_LANE] */
+    const uint16_t *scales;   /* [num_outputs / OUTPUTS, num_inputs / group_size, OUTPUTS] float16 */
     const uint16_t *minimums; /* like scales; or NULL: the middle code stands for 0 */
     int64_t num_outputs, num_inputs, group_size, bits;
 } Matrix;
@@ -90,13 +91,13 @@ INLINE ints broadcast(const int8_t *four) {
 
 /* Write the products of one group of inputs and codes. */
 INLINE void multiply_group(
-    const uint8_t *codes, int64_t vector_step, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS],
-    const int num_rows, const int num_vectors, const int bits) {
+    const uint8_t *codes, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS], const int num_rows,
+    const int num_vectors, const int bits) {
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) sum[r][c] = (ints){0} + x.starts[r * x.num_groups + group];
-    for (int s = 0; s < STEPS * bits / 8; s++, codes += VECTOR_BYTES) {
+    for (int s = 0; s < STEPS * bits / 8; s++, codes += STEP_BYTES) {
         bytes of[TILE_VECTORS];
-        for (int c = 0; c < num_vectors; c++) of[c] = *(const bytes *)(codes + c * vector_step);
+        for (int c = 0; c < num_vectors; c++) of[c] = *(const bytes *)(codes + c * VECTOR_BYTES);
         for (int r = 0; r < num_rows; r++) {
             const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
             const ints inputs = broadcast(from);
@@ -111,9 +112,14 @@ INLINE void multiply_group(
     }
 }
 
-INLINE void prefetch_group(const uint8_t *codes, int64_t vector_step, const int num_vectors, const int bits) {
+enum { L2 = 2 }; /* locality: fetching into the first cache held up other loads */
+
+INLINE void prefetch_group(Matrix w, int64_t group, int64_t scales_at, const int num_vectors, const int bits) {
     for (int c = 0; c < num_vectors; c++)
-        for (int s = 0; s < STEPS * bits / 8; s++) __builtin_prefetch(codes + c * vector_step + s * VECTOR_BYTES);
+        for (int s = 0; s < STEPS * bits / 8; s++)
+            __builtin_prefetch(w.codes + (group * STEPS * bits / 8 + s) * STEP_BYTES + c * VECTOR_BYTES, 0, L2);
+    __builtin_prefetch(w.scales + scales_at, 0, L2);
+    if (w.minimums) __builtin_prefetch(w.minimums + scales_at, 0, L2);
 }
 
 /* Part of the inputs, and which of all row tiles multiplies it: each fetches its share of the next part. */
@@ -125,8 +131,6 @@ typedef struct {
 INLINE void multiply_tile(
     Matrix w, Rows x, Chunk chunk, float total[][TILE_OUTPUTS], const int num_rows, const int num_vectors,
     const int bits) {
-    const int64_t step = GROUP * LANES * bits / 8, vector_step = x.num_groups * step;
-    const int64_t scales_step = w.num_inputs / w.group_size * LANES;
     const int shift = __builtin_ctzll(w.group_size / GROUP);
     floats part[TILE_ROWS][TILE_VECTORS];
     for (int r = 0; r < num_rows; r++)
@@ -134,21 +138,21 @@ INLINE void multiply_tile(
     int64_t next_fetch = chunk.first_group + chunk.tile;
     for (int64_t group = chunk.first_group; group < chunk.end_group; group++) {
         if (group == next_fetch) {
-            prefetch_group(w.codes + (group + CHUNK) * step, vector_step, num_vectors, bits);
+            prefetch_group(w, group + AHEAD, ((group + AHEAD) >> shift) * OUTPUTS, num_vectors, bits);
             next_fetch += chunk.num_tiles;
         }
         ints sum[TILE_ROWS][TILE_VECTORS];
-        multiply_group(w.codes + group * step, vector_step, x, group, sum, num_rows, num_vectors, bits);
-        const int64_t at = (group >> shift) * LANES;
+        multiply_group(w.codes + group * STEPS * bits / 8 * STEP_BYTES, x, group, sum, num_rows, num_vectors, bits);
+        const int64_t at = (group >> shift) * OUTPUTS;
         for (int c = 0; c < num_vectors; c++) {
-            floats scale = load_halves(w.scales + at + c * scales_step);
+            floats scale = load_halves(w.scales + at + c * LANES);
             for (int r = 0; r < num_rows; r++)
                 part[r][c] +=
                     __builtin_convertvector(sum[r][c], floats) * (scale * x.scales[r * x.num_groups + group]);
         }
         if (w.minimums)
             for (int c = 0; c < num_vectors; c++) {
-                floats minimum = load_halves(w.minimums + at + c * scales_step);
+                floats minimum = load_halves(w.minimums + at + c * LANES);
                 for (int r = 0; r < num_rows; r++) part[r][c] += minimum * x.sums[r * x.num_groups + group];
             }
     }
@@ -250,21 +254,19 @@ INLINE void end_products(void) { _tile_release(); }
 
 /* Write the products of a group of inputs with codes of TILE_OUTPUTS outputs. */
 INLINE void multiply_codes(
-    const uint8_t *codes, int64_t vector_step, const int8_t *inputs, int64_t input_step,
-    ints sums[AMX_ROWS][TILE_VECTORS], const int bits) {
-    const void *from[TILE_VECTORS] = {codes, codes + vector_step};
-    bytes apart[TILE_VECTORS][STEPS];
-    for (int c = 0; bits == 4 && c < TILE_VECTORS; from[c] = apart[c], c++)
-        for (int s = 0; s < STEPS; s += 2) {
-            bytes of = *(const bytes *)(codes + c * vector_step + s / 2 * VECTOR_BYTES);
-            apart[c][s] = of & 15;
-            apart[c][s + 1] = of >> 4;
-        }
+    const uint8_t *codes, const int8_t *inputs, int64_t input_step, ints sums[AMX_ROWS][TILE_VECTORS], const int bits) {
+    bytes apart[STEPS][TILE_VECTORS];
+    for (int i = 0; bits == 4 && i < STEPS / 2 * TILE_VECTORS; i++) {
+        bytes of = *(const bytes *)(codes + i * VECTOR_BYTES);
+        apart[i / 2 * 2][i % 2] = of & 15;
+        apart[i / 2 * 2 + 1][i % 2] = of >> 4;
+    }
+    if (bits == 4) codes = (const uint8_t *)apart;
     FINISH_STORES();
     _tile_loadd(4, inputs, input_step);
     _tile_loadd(5, inputs + 16 * input_step, input_step);
-    _tile_loadd(6, from[0], VECTOR_BYTES);
-    _tile_loadd(7, from[1], VECTOR_BYTES);
+    _tile_loadd(6, codes, STEP_BYTES);
+    _tile_loadd(7, codes + VECTOR_BYTES, STEP_BYTES);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -280,19 +282,19 @@ INLINE void multiply_codes(
 }
 
 INLINE void multiply_amx_rows(Matrix w, Rows x, float out[AMX_ROWS][TILE_OUTPUTS], const int bits) {
-    const int64_t step = GROUP * LANES * bits / 8, num_scales = w.num_inputs / w.group_size;
+    const int shift = __builtin_ctzll(w.group_size / GROUP);
     floats total[AMX_ROWS][TILE_VECTORS] = {0};
     for (int64_t group = 0; group < x.num_groups; group++) {
-        int64_t at = group * GROUP / w.group_size * LANES;
+        int64_t at = (group >> shift) * OUTPUTS;
         floats scale[TILE_VECTORS], minimum[TILE_VECTORS];
-        for (int c = 0; c < TILE_VECTORS; c++, at += num_scales * LANES) {
+        for (int c = 0; c < TILE_VECTORS; c++, at += LANES) {
             scale[c] = load_halves(w.scales + at);
             minimum[c] = w.minimums ? load_halves(w.minimums + at) : (floats){0};
         }
         ints sums[AMX_ROWS][TILE_VECTORS];
-        const uint8_t *codes = w.codes + group * step;
-        prefetch_group(codes + CHUNK * step, x.num_groups * step, TILE_VECTORS, bits);
-        multiply_codes(codes, x.num_groups * step, x.codes + group * GROUP, w.num_inputs, sums, bits);
+        prefetch_group(w, group + AHEAD, ((group + AHEAD) >> shift) * OUTPUTS, TILE_VECTORS, bits);
+        const uint8_t *codes = w.codes + group * STEPS * bits / 8 * STEP_BYTES;
+        multiply_codes(codes, x.codes + group * GROUP, w.num_inputs, sums, bits);
         for (int r = 0; r < AMX_ROWS; r++) {
             const int64_t i = r * x.num_groups + group;
             for (int c = 0; c < TILE_VECTORS; c++) {
@@ -312,9 +314,10 @@ INLINE void end_products(void) {}
 INLINE void multiply_outputs(
     Matrix w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first, const int bits) {
     const int64_t left = w.num_outputs - first < TILE_OUTPUTS ? w.num_outputs - first : TILE_OUTPUTS;
-    w.codes += first * w.num_inputs * bits / 8;
-    w.scales += first * (w.num_inputs / w.group_size);
-    if (w.minimums) w.minimums += first * (w.num_inputs / w.group_size);
+    const int64_t lane = first % OUTPUTS, scales_at = (first - lane) * (w.num_inputs / w.group_size) + lane;
+    w.codes += (first - lane) * w.num_inputs * bits / 8 + lane * PER_LANE;
+    w.scales += scales_at;
+    if (w.minimums) w.minimums += scales_at;
     if (bias) bias += first;
     out += first;
     for (int64_t row = 0, count; row < num_rows; row += count) {

@@ -105,7 +105,7 @@ class EngineConfig(SchedulingSettings):
     generation_config: str = ""  # default sampling: auto (the model's), vllm (none), or a folder; LLM: auto, if empty
     override_generation_config: str = "{}"  # default sampling over that of generation_config
     max_logprobs: int = 20  # most log-probabilities that a request may ask for at a token
-    num_threads: int | None = None  # CPU threads of the engine; none: all cores, one for small models
+    num_threads: int | None = None  # CPU threads of the engine; none: all free cores, one for small models
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
 
     # KV cache

@@ -243,7 +243,7 @@ def _bytes_tensor(text: str) -> bytes:
 
 
 def read_streams(asked: Asked, transport: str, count: int, pipe: Connection) -> None:
-    """Read until told to end. Say when all streams flow; answer "begin" and "end" with now and `Received`."""
+    """Read until told to end. Say when all streams flow; answer "report" and "end" with what came since "begin"."""
     readers = _readers(asked, transport, count)
     by_descriptor = {reader.socket.fileno(): reader for reader in readers}
     poll = select.epoll()
@@ -257,8 +257,9 @@ def read_streams(asked: Asked, transport: str, count: int, pipe: Connection) -> 
         now = time.monotonic()
         for descriptor, _ in ready:
             if descriptor == pipe.fileno():
-                if pipe.recv() == "end":
+                if (command := pipe.recv()) != "begin":
                     pipe.send(Received(now - begin, num_tokens, gaps, num_responses))
+                if command == "end":
                     return
                 begin, num_tokens, num_responses, gaps = now, 0, 0, []
                 continue

@@ -3,11 +3,13 @@
     python benchmarks stream_path --save
     python benchmarks stream_path --streams 32 256 --step-ms 3.88 --json
     python benchmarks stream_path --streams 256 --step-ms 3.88 --against DIR
+    python benchmarks stream_path --streams 256 --step-ms 3.88 --hogs 1 --hog-nice 0 --rounds 5
 
 Engine process, front end and server are real (`modelled/engine.py`), and so is their traffic with a client process,
 which only counts (`stream_readers.py`). Without `--step-ms`, steps take the time of `roofline.py`, and none (the
 ceiling of the path). *alone* is the same engine in one process, without a way for its tokens. `--against` compares
-another checkout, in turns.
+another checkout, in turns. `--hogs` measures each server on a quiet machine and beside busy processes, in turns:
+*of_quiet* is the rate beside them by the quiet rate.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.busy_processes import busy_processes
 from common.random_model import without_weights
 from common.serving import Address, free_ports, served
 from common.stream_readers import Asked, Received, read_streams
@@ -76,23 +79,45 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = without_weights(Path(folder) / "modelled", replace(SHAPES["tiny"], vocab=64))
         with served(model, settings, ports=free_ports(4), arguments=("--allow-faults",)) as address:
-            return row_of(case, *run_clients(case, address, options.seconds))
+            windows = run_clients(case, address, options)
+    quiet = [row_of(case, *window) for window in windows[:: 2 if options.hogs else 1]]
+    row = middle(quiet)
+    if options.hogs:
+        busy = middle([row_of(case, *window) for window in windows[1::2]])
+        row["beside_hogs"] = {"of_quiet": round(busy["tokens_per_s"] / max(row["tokens_per_s"], 1), 3), **busy}
+    return row
 
 
-def run_clients(case: Case, address: Address, seconds: float) -> tuple[Received, dict[str, float]]:
+def middle(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of the median rate."""
+    return sorted(rows, key=lambda row: row["tokens_per_s"])[len(rows) // 2]
+
+
+def run_clients(case: Case, address: Address, options: argparse.Namespace) -> list[tuple[Received, dict[str, float]]]:
+    """Return a window, or with hogs pairs of a quiet and a busy window."""
     asked = Asked(address.http if case.transport == "http" else address.grpc, address.model, TOKENS_OF_A_STREAM)
     with reading(case, asked) as (client, pipe):
         if not pipe.poll(START_LIMIT_S):
             raise RuntimeError(f"not all of {case.streams} streams flow after {START_LIMIT_S:g} s")
         pipe.recv()
-        time.sleep(SETTLE_S)
         pids = processes() | {"client": [client]}
-        before = cpu_seconds(pids)
-        pipe.send("begin")
-        time.sleep(seconds)
-        after = cpu_seconds(pids)
+        windows = []
+        for number in range(2 * options.rounds if options.hogs else 1):
+            with busy_processes(options.hogs if number % 2 else 0, options.hog_nice):
+                time.sleep(SETTLE_S)
+                windows.append(window(pipe, pids, options.seconds))
         pipe.send("end")
-        return pipe.recv(), {name: after[name] - before[name] for name in PROCESSES}
+        pipe.recv()
+        return windows
+
+
+def window(pipe: Connection, pids: Mapping[str, list[int]], seconds: float) -> tuple[Received, dict[str, float]]:
+    before = cpu_seconds(pids)
+    pipe.send("begin")
+    time.sleep(seconds)
+    after = cpu_seconds(pids)
+    pipe.send("report")
+    return pipe.recv(), {name: after[name] - before[name] for name in PROCESSES}
 
 
 @contextmanager
@@ -175,7 +200,8 @@ def run_here(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_rows(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    command = ["stream_path", "--json", "--seconds", str(options.seconds)]
+    command = ["stream_path", "--json", "--seconds", str(options.seconds), "--rounds", str(options.rounds)]
+    command += ["--hogs", str(options.hogs), "--hog-nice", str(options.hog_nice)]
     for name in ("streams", "transport", "set"):
         if values := getattr(options, name):
             command += [f"--{name}", *map(str, values)]
@@ -202,7 +228,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, object]:
     cells: dict[str, object] = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            cells |= {f"{name} {part}": of_part for part, of_part in value.items()}
+            cells |= {f"{name} {part}": of_part for part, of_part in flat(value).items()}
         else:
             cells[name] = value
     return cells
@@ -223,7 +249,9 @@ def main() -> None:
     study.add_argument("--seconds", type=float, default=5.0, help="of a run")
     study.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the model")
     study.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to be compared with this one")
-    study.add_argument("--rounds", type=int, default=3, help="of a comparison (default: %(default)s)")
+    study.add_argument("--rounds", type=int, default=3, help="of a comparison, or with hogs (default: %(default)s)")
+    study.add_argument("--hogs", type=int, default=0, help="processes that compute beside the server all the time")
+    study.add_argument("--hog-nice", type=int, default=0, help="their nice value (default: %(default)s)")
     study.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = study.begin()
     if options.against is not None:

@@ -50,6 +50,7 @@ LAYERS = {
     "tidewheel.batch": 0,
     "tidewheel.version": 0,
     "tidewheel.stats": 0,
+    "tidewheel.processor_use": 0,
     "tidewheel.metrics": 0,
     "tidewheel.event_heap": 0,
     "tidewheel.health_endpoint": 0,

@@ -72,7 +72,7 @@ class Frontend:
         self._engine = engine
         self._recorder = StatsRecorder(info.max_model_len, self._settings.objective)
         self._prompts = PromptQueue(reader.max_prompt_bytes, NUM_TOKENIZERS)
-        self._senders = ResponseSenders(self._settings, self._live, self._columns, self._answer)
+        self._senders = ResponseSenders(self._settings, self._live, self._columns, self._answer, info.pid)
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=self._poll_interval_s)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 

@@ -19,7 +19,7 @@ _OTLP_ADVICE = "use a URL of OTLP over HTTP, such as http://127.0.0.1:4318/v1/tr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
-    stream_interval_ms: float = 20.0  # between responses of a stream, at most, while one a token is too much work
+    stream_interval_ms: float = 20.0  # most time between responses of a stream; 12.5 times it if processors are short
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from tidewheel.errors import Busy
 from tidewheel.frontend.grammar_parameters import names_grammar
 from tidewheel.frontend.live_request import LiveRequest, TokenColumns
+from tidewheel.frontend.response_interval import MAX_STRETCH, MeasuredInterval
 from tidewheel.frontend.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,8 @@ class ResponseSenders:
     """Threads that send responses. A turn sends all new output of a request as one response.
 
     A request has one turn at a time, so its responses keep their order. First tokens and ends go first, then streams
-    whose last turn is an interval ago. The interval is 0 while senders keep up, and at most `stream_interval_ms`.
+    whose last turn is an interval ago. The interval is 0 while senders keep up, and at most `stream_interval_ms`, or
+    `MAX_STRETCH` times as long to keep within the budget of processor time.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class ResponseSenders:
         live: Mapping[int, LiveRequest],
         columns: TokenColumns,
         answer: Callable[[LiveRequest, int], None],
+        engine_pid: int,
     ) -> None:
         """Start the threads. A turn sends what a request has: it calls `answer(request, time of its begin in ns)`."""
         self._live = live
@@ -199,6 +202,7 @@ class ResponseSenders:
         self._answer = answer
         self._max_interval_ns = settings.stream_interval_ms * 1e6
         self._turn_ns = 0.0  # duration, smoothed
+        self._budgeted = MeasuredInterval(engine_pid)
         self._num_senders = settings.num_sender_threads
         self._changed = threading.Condition()
         self._has_timekeeper = False  # among the threads that wait
@@ -257,8 +261,12 @@ class ResponseSenders:
         return None
 
     def _interval_ns(self) -> int:
-        round_ns = self._columns.num_awaited() * self._turn_ns / self._num_senders
-        return int(min(self._max_interval_ns, round_ns / _LOAD))
+        num_streams = self._columns.num_awaited()
+        round_ns = num_streams * self._turn_ns / self._num_senders
+        keeps_up_ns = min(self._max_interval_ns, round_ns / _LOAD)
+        self._budgeted.look(time.monotonic())
+        budgeted_ns = self._budgeted.seconds(num_streams) * 1e9
+        return int(max(keeps_up_ns, min(MAX_STRETCH * self._max_interval_ns, budgeted_ns)))
 
     def _seconds_to_wait(self) -> float | None:
         taken_ns = self._columns.next_taken_ns()
@@ -267,8 +275,9 @@ class ResponseSenders:
         return max(taken_ns + self._interval_ns(), self._look_ns) * 1e-9 - time.monotonic()
 
     def _turn(self, request: LiveRequest) -> None:
-        begin_ns = time.monotonic_ns()
+        begin_ns, processor_s = time.monotonic_ns(), time.thread_time()
         self._answer(request, begin_ns)
+        self._budgeted.add_turn(time.thread_time() - processor_s)
         if request.end_turn():
             self.put(request)
         elif request.wants_chunks:

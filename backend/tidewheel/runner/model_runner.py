@@ -34,6 +34,7 @@ from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sa
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
 from tidewheel.runner.staging import DeviceArrays, Group, Groups, InputSender, StagingSender, share_memory
 from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, StepGraphs, StepModel
+from tidewheel.runner.thread_count import StepThreads
 from tidewheel.runner.warm_up import demanding_batch, warm_up
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class ModelRunner:
         self._steps = StepModel(model, self._rows, cache.kv.layers)
         self._graphs: StepGraphs | None = None
         self._claim: MemoryClaim | None = None  # ends with the runner
+        self._threads: StepThreads | None = None  # None: a fixed number
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
@@ -96,6 +98,8 @@ class ModelRunner:
             info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
         )
         runner._claim = parts.claim
+        if accelerator is None and config.num_threads is None and torch.get_num_threads() > 1:
+            runner._threads = StepThreads()
         return runner
 
     @classmethod
@@ -166,6 +170,8 @@ class ModelRunner:
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start a step without waiting; the device runs launched steps in order."""
+        if self._threads is not None:
+            self._threads.adapt()
         with torch.inference_mode():
             self._transfers.start(batch)
             self._sampling.update(batch)

@@ -67,11 +67,9 @@ def best_by_streams(
 
 
 def command(program: Path | None, model: Path, port: int, settings: LlamaSettings) -> list[str]:
-    """Return a server's command. Raise SystemExit if the package is needed and not installed."""
+    """Return a server's command."""
     if program is not None:
         return [str(program), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), *settings.flags()]
-    if importlib.util.find_spec("xllamacpp") is None:
-        sys.exit("llama.cpp is not here: `pip install xllamacpp`, or give --llama-server PROGRAM")
     run = "from quantized.llama_server import serve; serve()"
     return [sys.executable, "-c", run, str(model), str(port), json.dumps(settings)]
 
@@ -118,8 +116,10 @@ def llama_server(program: Path | None, model: Path, settings: LlamaSettings) -> 
 
 
 def version(program: Path | None) -> str:
-    """Return build and instructions, as llama.cpp names them."""
+    """Return build and instructions, as llama.cpp names them. Raise SystemExit if it is not here."""
     if program is None:
+        if importlib.util.find_spec("xllamacpp") is None:
+            sys.exit("llama.cpp is not here: `pip install xllamacpp`, or give --llama-server PROGRAM")
         package = __import__("xllamacpp")
         return f"xllamacpp {package.__version__}: {package.get_system_info()}"
     done = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=True)

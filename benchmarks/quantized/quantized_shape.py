@@ -34,6 +34,7 @@ from quantized.engine_turns import (
     rows,
     take_turns,
 )
+from tidewheel.bench.worker_process import WorkerFailed
 
 OURS, PEER = "tidewheel", "openvino"
 FORMATS = ("int8", "int4")
@@ -132,10 +133,11 @@ def main() -> None:
     model = BUILD / options.shape
     if not (model / "model.safetensors").exists():
         make_model(model, SHAPES[options.shape])
-    study.save(
-        {form: compare(model, form, options) for form in options.format},
-        "quantized_shape_busy" if options.hogs else "",
-    )
+    try:
+        result = {form: compare(model, form, options) for form in options.format}
+    except WorkerFailed as error:
+        sys.exit(f"{error}; OpenVINO needs `{options.openvino} -m pip install openvino-genai openvino-tokenizers`")
+    study.save(result, "quantized_shape_busy" if options.hogs else "")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_lanes_hold_every_output(bits: Bits, group_size: int, has_minimums: bool
     ids = torch.tensor([outputs - 1, 0, 17, 0])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for arranged in (lanes, weights):
-            found = grouped_embedding(ids, arranged, dtype)
+            found = grouped_embedding(ids.int(), arranged, dtype)  # as a table of tokens holds them
             torch.testing.assert_close(found, dequantize(weights)[ids].to(dtype))
 
 

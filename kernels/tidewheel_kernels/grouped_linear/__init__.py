@@ -70,14 +70,14 @@ def _by_reference(x: torch.Tensor, weights: ArrangedWeights, bias: torch.Tensor 
 
 
 def grouped_embedding(
-    token_ids: torch.Tensor,  # [num_tokens] int64
+    token_ids: torch.Tensor,  # [num_tokens] int64 or int32
     weights: ArrangedWeights,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the rows [num_tokens, in_features] of the token ids in `dtype`."""
     if isinstance(weights, LaneWeights):
-        if dtype in ELEMENTS and token_ids.dtype == torch.int64:
-            return _native_embedding(token_ids.contiguous(), weights, dtype)
+        if dtype in ELEMENTS:
+            return _native_embedding(token_ids.long().contiguous(), weights, dtype)
         return dequantize(weights.outputs(token_ids)).to(dtype)
     minimums = None if weights.minimums is None else weights.minimums[token_ids]
     rows = GroupedWeights(weights.codes[token_ids], weights.scales[token_ids], minimums, weights.bits)

@@ -1,4 +1,4 @@
-"""Products of weights of 4 and 8 bits from memory, beside a plain read of them and torch's operators."""
+"""Products of weights of 4, 8 and 16 bits from memory, beside a plain read of them and torch's operators."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from common.study import in_turns
 from tidewheel_kernels.grouped_linear import GroupedWeights, LaneWeights, grouped_linear_native, quantize_groups
+from tidewheel_kernels.packed_linear import PackedWeights, packed_linear_cpu, packed_linear_native
 
 SIZE = 4096  # inputs and outputs
 LEAST_BYTES = 160 << 20  # of weights, more than the last cache holds
@@ -41,6 +42,11 @@ def ours(weights: GroupedWeights, dtype: torch.dtype) -> WeightCopies:
     return WeightCopies(lambda x: grouped_linear_native(x.to(dtype), next(following), None), weights.nbytes)
 
 
+def packed_floats(weight: torch.Tensor, product: Callable[..., object]) -> WeightCopies:
+    following = cycle([PackedWeights(weight) for _ in range(LEAST_BYTES // weight.nbytes + 1)])
+    return WeightCopies(lambda x: product(x.to(weight.dtype), next(following), None), weight.nbytes)
+
+
 def plain_read(memory: torch.Tensor, nbytes: int) -> Callable[[], object]:
     """Return a call that reads so many bytes, the next of a larger memory."""
     following = cycle(memory.split(nbytes // memory.itemsize)[:-1])
@@ -53,6 +59,8 @@ def operators() -> Iterator[tuple[str, WeightCopies]]:
         yield f"{bits} bits", ours(quantize_groups(weight, bits), torch.float32)
     plain = quantize_groups(weight, 4)._replace(minimums=None)
     yield "4 bits without minimums", ours(plain, torch.float32)
+    yield "bfloat16", packed_floats(weight.bfloat16(), packed_linear_native)
+    yield "oneDNN bfloat16", packed_floats(weight.bfloat16(), packed_linear_cpu)
     codes = torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8)
     scales = torch.rand(SIZE).bfloat16()
     yield "_weight_int8pack_mm", copies_of((codes, scales), torch._weight_int8pack_mm, torch.bfloat16)

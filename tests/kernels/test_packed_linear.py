@@ -26,7 +26,7 @@ def packed(weight: torch.Tensor) -> PackedWeights:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("size", [(64, 96), (200, 576), (48, 1534), (2, 32)], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 15, 17])
 def test_equals_the_product_with_plain_weights(
     rows: int, size: tuple[int, int], has_bias: bool, dtype: torch.dtype
 ) -> None:

@@ -77,7 +77,7 @@ class DecodeLayers:
         first = layers[0]
         self.dtype = first.input_norm.dtype
         is_grouped = all(isinstance(linear.weights, LaneWeights) for layer in layers for linear in layer.linears)
-        self.max_rows = FEW_GROUPED_ROWS if is_grouped else FEW_ROWS
+        self.max_rows = FEW_GROUPED_ROWS if is_grouped else FEW_ROWS[self.dtype]
         self._layers = (structures.LayerAddresses * len(layers))(*map(_layer, layers))
         self._decoder = structures.DecoderAddresses(
             ctypes.addressof(self._layers), cos_sin.data_ptr(), len(layers), first.down.weights.out_features,

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 PACKED_ROWS = 64
 FINELY_PADDED_ROWS = 64
 # More rows are faster in oneDNN (benchmarks/engine/cpu_kernels.py).
-FEW_ROWS = 4
+FEW_ROWS = {torch.float32: 4, torch.bfloat16: 16}
 BLOCKS = (64, 48, 32, 16)  # outputs
 LANE_BYTES = 4
 
@@ -103,7 +103,7 @@ def packed_linear_cpu(x: torch.Tensor, weights: PackedWeights, bias: torch.Tenso
 
 def packed_linear_native(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None) -> torch.Tensor:
     num_rows = x.shape[0]
-    if num_rows > FEW_ROWS or weights.address is None:
+    if weights.address is None or num_rows > FEW_ROWS[x.dtype]:
         return packed_linear_cpu(x, weights, bias)
     if bias is not None and bias.dtype != x.dtype:
         raise mixed_dtypes(x.dtype, bias)

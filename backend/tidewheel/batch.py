@@ -22,6 +22,7 @@ RowArray = npt.NDArray[np.intp]  # indexes several times faster than int32
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
+WeightVariant = Literal["full", "quantized"]
 Launch = Literal["eager", "graph", "graphs of pieces"]  # how a step ran: pieces are what lies between attentions
 
 
@@ -73,6 +74,7 @@ class ScheduledBatch:
     block_indices: Int32Array = field(default_factory=no_ids)  # [m] logical index,
     block_ids: Int32Array = field(default_factory=no_ids)  # [m] and physical block
     transfers: TransferArrays = NO_TRANSFERS
+    weights: WeightVariant = "full"
 
 
 class RowError(Exception):

@@ -18,6 +18,7 @@ from tidewheel.tenants import parse_tenants
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "fp8_e4m3"]
 Quantization = Literal["auto", "none", "fp8", "int8", "int4"]
+PressureQuantization = Literal["none", "int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
@@ -45,6 +46,8 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     "batch_target_latency_ms": (1.0, 3_600_000.0),
     "target_tpot_ms": (0.01, 60_000.0),
     "governor_target_latency_ms": (0.01, 60_000.0),
+    "pressure_memory": (0.01, 1.0),
+    "pressure_latency_ms": (0.01, 60_000.0),
     "max_session_ttl_s": (0.0, 7 * 86_400.0),
 }
 
@@ -86,6 +89,9 @@ class SchedulingSettings:
     enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
     target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
     governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone
+    pressure_memory: float = 0.9  # share of KV blocks in use above which quantised weights compute
+    pressure_latency_ms: float = 500.0  # wait of the oldest request, or time of a decoding step, above which they do
+    pressure_quantization_critical: bool = False  # they also compute steps with a CRITICAL request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,7 @@ class EngineConfig(SchedulingSettings):
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
     quantization: Quantization = "auto"  # auto: weights as stored; none: as dtype; fp8, int8, int4: rounded at load
+    pressure_quantization: PressureQuantization = "none"  # copy of the weights for times of pressure
     deterministic: bool = False  # a request's tokens do not depend on what else runs; slower, native models on a GPU
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
@@ -181,10 +188,26 @@ class EngineConfig(SchedulingSettings):
                 f"deterministic is true, and quantization is {self.quantization}: torch multiplies 8 bits, and its "
                 "sums may depend on the batch; set deterministic to false, or quantization to none"
             )
+        self._check_pressure()
         if self.swap_space > 0.0 and not self.enable_prefix_caching:
             raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
         if self.preemption_mode == "swap" and self.swap_space == 0.0:
             raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
+
+    def _check_pressure(self) -> None:
+        wanted = self.pressure_quantization
+        if wanted == "none":
+            for name in PRESSURE_SETTINGS & self.to_settings().keys():
+                raise ConfigError(
+                    f"{name} is set, and pressure_quantization is none: set that to int8, or remove one"
+                )
+            return
+        for name, allowed in (("quantization", ("auto", "none")), ("deterministic", (False,))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(
+                    f"pressure_quantization is {wanted}, and {name} is {value}: a copy has other results, "
+                    f"and is made of exact weights; set {name} to {allowed[-1]}, or pressure_quantization to none"
+                )
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
@@ -231,6 +254,7 @@ class EngineConfig(SchedulingSettings):
         }
 
 
+PRESSURE_SETTINGS = frozenset({"pressure_memory", "pressure_latency_ms", "pressure_quantization_critical"})
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})
 LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings)) | {

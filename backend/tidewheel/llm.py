@@ -31,7 +31,7 @@ from tidewheel.frontend.output import Generation, OutputChunk, Outputs
 from tidewheel.frontend.request_reader import MessageMaker, truncated
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import TokenGrammar
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Request, WeightsUsed
 from tidewheel.request_options import RequestOptions
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.sampling import SamplingParams, TopLogprobs
@@ -55,6 +55,7 @@ class GenerationResult:
     cumulative_logprob: float | None
     error: TidewheelError | None  # if finish_reason is error
     index: int = 0
+    weights: WeightsUsed = "full"
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class _Prompt:
             cumulative_logprob=chunk.cumulative_logprob,
             error=self.error or request.error,
             index=index,
+            weights=request.weights_used,
         )
 
 

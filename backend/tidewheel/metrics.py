@@ -74,6 +74,12 @@ SWAP_PREEMPTIONS = _counter(
     "tidewheel_swap_preemptions_total", "Preemptions into the host tier", "num_swap_preemptions"
 )
 STEPS = _counter("tidewheel_steps_total", "Steps", "num_steps")
+STEPS_BY_WEIGHTS = _counter(
+    "tidewheel_weight_steps_total",
+    "Steps with full or, under pressure, quantised weights",
+    {"full": "num_full_steps", "quantized": "num_quantized_steps"},
+    label="weights",
+)
 STEP_SECONDS = _counter("tidewheel_step_seconds_total", "Time in steps", "step_seconds")
 SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed", "num_scheduled_tokens")
 STARTED = _class_counter("tidewheel_requests_started_total", "Requests that started", "started_by_class")

@@ -35,7 +35,11 @@ class Priority(enum.IntEnum):
         return Priority(min(self + 1, Priority.LOW))
 
 
+WeightsUsed = Literal["full", "quantized", "mixed"]
 Pooling = Literal["", "last", "mean"]  # hidden states of an embedding; empty: none is asked for
+
+
+FULL, QUANTIZED = 1, 2  # bits of the weights that computed a request
 
 
 class RequestState(enum.Enum):
@@ -105,8 +109,11 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # digests of full blocks, extended on demand
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # prompt tokens cached at the start
+    keeps_full_weights: bool = field(default=False, init=False)  # in its steps; set when it begins to wait
+    has_quantized_hashes: bool = field(default=False, init=False)  # `block_hashes` are of quantised weights
     num_reused_blocks: int = field(default=0, init=False)
     num_new_blocks: int = field(default=0, init=False)
+    variants_used: int = field(default=0, init=False)  # `FULL` | `QUANTIZED`, by steps and cached tokens
     first_scheduled_time: float | None = field(default=None, init=False)
     first_token_time: float | None = field(default=None, init=False)
     last_token_time: float | None = field(default=None, init=False)
@@ -147,6 +154,10 @@ class Request:
         """Return whether neither the request nor its leader has ever run. Only new requests are evicted."""
         leader = self.leader
         return self.first_scheduled_time is None and (leader is None or leader.first_scheduled_time is None)
+
+    @property
+    def weights_used(self) -> WeightsUsed:
+        return ("full", "full", "quantized", "mixed")[self.variants_used]
 
     @property
     def num_output_tokens(self) -> int:

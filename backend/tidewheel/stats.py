@@ -80,6 +80,7 @@ class EngineStats(msgspec.Struct):
     num_free_blocks: int = 0  # empty, evictable, or held only by sessions
     num_cached_blocks: int = 0  # evictable, with content
     num_steps: int = 0
+    num_quantized_steps: int = 0  # of num_steps
     num_scheduled_tokens: int = 0
     step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram(STEP_BOUNDS))
     num_prefix_queries: int = 0
@@ -119,6 +120,10 @@ class EngineStats(msgspec.Struct):
     num_taken_slots: int = 0  # in the blocks of running rows
     num_wasted_slots: int = 0  # after the last token
     tenants: dict[str, TenantFigures] = {}
+
+    @property
+    def num_full_steps(self) -> int:
+        return self.num_steps - self.num_quantized_steps
 
     @property
     def num_used_blocks(self) -> int:

@@ -25,6 +25,7 @@ class PerfMetrics:
     kv_cache_alloc_new_blocks: int
     priority: int  # 1 CRITICAL to 4 LOW, at most the tenant's best
     num_cached_tokens: int  # of the prompt
+    weights: str = "full"  # that computed it: full, quantized or mixed
 
 
 @dataclass(slots=True, kw_only=True)  # a frozen one costs 1.3 µs more a response

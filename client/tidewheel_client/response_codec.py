@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from tidewheel_client.answers import Chunk, PerfMetrics, TokenLogprob
 
-_PERF = tuple(field.name for field in fields(PerfMetrics))
+_PERF = tuple(field.name for field in fields(PerfMetrics) if field.name != "weights")  # an older server sends none
 _PLAIN = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 _NO_TEXT = bytes(4)
 _OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of an open sequence
@@ -134,7 +134,8 @@ def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> l
 def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | None:
     if not all(outputs.get(name) for name in _PERF):
         return None
-    return PerfMetrics(**{name: outputs[name][index] for name in _PERF})
+    weights = _element(outputs, "weights", index) or "full"
+    return PerfMetrics(weights=weights, **{name: outputs[name][index] for name in _PERF})
 
 
 def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:

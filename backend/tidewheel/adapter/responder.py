@@ -144,6 +144,7 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
             name: np.array([getattr(one, figure) for one in figures], dtype)
             for name, (figure, dtype) in _PERF_TENSORS.items()
         }
+        arrays["weights"] = _encoded([one.weights for one in figures])
     return arrays
 
 

@@ -100,6 +100,7 @@ def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
         max_model_len=info.max_model_len,
         max_inflight_steps=2 if info.async_scheduling else 1,
         policy=config.scheduling_policy,
+        has_quantized_copy=config.pressure_quantization != "none",
         tenants=tenants,
         swap_seconds_per_block=info.swap_seconds_per_block,
     )

@@ -14,15 +14,15 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
-from tidewheel.request import FinishReason, Pooling, Request
+from tidewheel.request import FinishReason, Pooling, Request, WeightsUsed
 from tidewheel.request_options import RequestOptions
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams, TopLogprobs
-from tidewheel.settings import MIB
+from tidewheel.settings import MIB, shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 11
+PROTOCOL = 12
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of all sequences
@@ -119,6 +119,11 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
+    def copy_share(self) -> str:
+        """Return what of the weights is their quantised copy, in brackets; empty without one."""
+        return f" ({shown_bytes(self.copy_bytes)} a quantised copy)" if self.copy_bytes else ""
+
+    @property
     def implementation(self) -> str:
         return "native" if self.is_native else "through transformers"
 
@@ -131,8 +136,8 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         lines = [
             f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "
             f"loaded in {self.load_seconds:.1f} s" + (f" ({stages})" if stages else ""),
-            f"memory: weights {_mib(self.weights_bytes)}, activations {_mib(self.activation_bytes)}, "
-            f"graphs {_mib(self.graph_bytes)}, KV cache {_mib(self.kv_cache_bytes)} "
+            f"memory: weights {_mib(self.weights_bytes)}{self.copy_share}, activations "
+            f"{_mib(self.activation_bytes)}, graphs {_mib(self.graph_bytes)}, KV cache {_mib(self.kv_cache_bytes)} "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens{', ' * bool(self.kv_cache_dtype)}"
             f"{self.kv_cache_dtype}{f'; {self.cache_source}' * bool(self.cache_source)})",
             f"{'CPU' if self.device.startswith('cpu') else 'GPU'} KV cache size: {self.num_cache_tokens:,} tokens",
@@ -185,6 +190,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_preemptions: int = 0
     priority: int = 0  # granted class
     arrival_ns: int = 0
+    weights: WeightsUsed = "full"
 
     @classmethod
     def of(cls, request: Request) -> RequestStats:
@@ -197,6 +203,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
             num_new_blocks=request.num_new_blocks,
             num_preemptions=request.num_preemptions,
             priority=int(request.priority),
+            weights=request.weights_used,
         )
 
 

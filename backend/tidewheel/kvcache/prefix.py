@@ -2,7 +2,8 @@
 
     root = H(domain, tenant, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
 
-SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Tenants and salts never share a block.
+SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Tenants and salts never share a block. Blocks of
+quantised weights have the root H(root, "quantized").
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tidewheel.batch import WeightVariant
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.sessions import KVSession, SessionTable
 from tidewheel.request import Request
@@ -31,7 +33,10 @@ def root_hash(tenant: str, salt: str) -> bytes:
 
 
 def parent_hash(request: Request, num_blocks: int) -> bytes:
-    return request.block_hashes[num_blocks - 1] if num_blocks else root_hash(request.tenant, request.cache_salt)
+    if num_blocks:
+        return request.block_hashes[num_blocks - 1]
+    root = root_hash(request.tenant, request.cache_salt)
+    return sha256(root + b"quantized").digest() if request.has_quantized_hashes else root
 
 
 def max_hit_blocks(num_tokens: int, block_size: int) -> int:
@@ -97,6 +102,7 @@ class PrefixCache:
         self, pool: BlockPool, host: BlockPool, sessions: SessionTable, block_size: int, *, is_enabled: bool
     ) -> None:
         self.is_enabled = is_enabled
+        self.weights: WeightVariant = "full"  # of the next step
         self._pool = pool
         self._host = host
         self._sessions = sessions
@@ -123,7 +129,7 @@ class PrefixCache:
         if not self.is_enabled:
             return 0
         limit = self._extend(request)
-        return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
+        return self._num_found(request, limit) * self._block_size
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
         """Return the host slots of a cached prefix; None if one was evicted."""
@@ -151,10 +157,30 @@ class PrefixCache:
             if self.computing.get(block_hash) == row:
                 del self.computing[block_hash]
 
+    def num_digests(self, request: Request) -> int:
+        """Return how many digests are computed of a waiting request, for the weights of the next step."""
+        if self.weights == "quantized" or request.has_quantized_hashes:
+            self._extend(request)
+        return len(request.block_hashes)
+
     def _extend(self, request: Request) -> int:
         limit = max_hit_blocks(request.num_tokens, self._block_size)
+        if self.weights == "quantized" or request.has_quantized_hashes:
+            self._choose_root(request, limit)
         extend_block_hashes(request, limit, self._block_size)
         return limit
+
+    def _choose_root(self, request: Request, limit: int) -> None:
+        """Hash for the weights of the next step, but for full ones if these computed most of the blocks."""
+        is_quantized = self.weights == "quantized" and not request.keeps_full_weights
+        if is_quantized and not request.has_quantized_hashes:
+            extend_block_hashes(request, limit, self._block_size)
+            is_quantized = 2 * self._num_found(request, limit) <= limit
+        if is_quantized != request.has_quantized_hashes:
+            request.has_quantized_hashes, request.block_hashes = is_quantized, []
+
+    def _num_found(self, request: Request, limit: int) -> int:
+        return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing)
 
     def _is_missing(self, key: bytes) -> bool:
         return self._pool.lookup(key) is None and self._host.lookup(key) is None

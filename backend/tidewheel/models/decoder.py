@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding
 
+from tidewheel.batch import WeightVariant
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
@@ -150,6 +151,8 @@ class Decoder:
         self._linears = weights.linears
         self._cos_sin = cos_sin
         self._decode_layers: DecodeLayers | None = None
+        self._copies: dict[Linear, GroupFormat] = {}
+        self.copy_bytes = 0  # of `weights_bytes`
 
     def ignores(self, name: str) -> bool:
         """Return whether a checkpoint tensor is unused: old rotation tables, copies of tied matrices."""
@@ -170,10 +173,25 @@ class Decoder:
                     f"{needed}; set quantization to none"
                 )
 
+    def plan_copies(self, form: GroupFormat) -> None:
+        """Give each matrix a copy that `pack` makes, in 8 bits for the output matrix. Raise `ConfigError`."""
+        for layer in self._linears:
+            columns = layer.weight.shape[1]
+            if columns % form.group_size:
+                raise ConfigError(
+                    f"pressure_quantization: {next(iter(layer.parts))} has {columns} columns, and its copy needs a "
+                    f"multiple of {form.group_size}; set it to none"
+                )
+            copy = self._copies[layer] = GroupFormat(8) if layer is self.lm_head else form
+            self.copy_bytes += copy.num_bytes(layer.weight.numel())
+        self.weights_bytes += self.copy_bytes
+
     def pack(self) -> None:
         """Arrange weights, all loaded, for computation."""
         self.destinations.clear()
         for layer in self._linears:
+            if layer in self._copies:
+                layer.add_copy(self._copies[layer])
             layer.pack()
         self.prepare_decodes()
 
@@ -186,6 +204,11 @@ class Decoder:
         self._decode_layers = None
         if len(found) == len(weights) and fits_decode_layers(found, heads):
             self._decode_layers = DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
+
+    def use(self, weights: WeightVariant) -> None:
+        """Compute with the quantised copy, or with full weights again."""
+        for layer in self._copies:
+            layer.use_copy(weights == "quantized")
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
         return self.logits(*self._run_layers(step), step.logit_indices)

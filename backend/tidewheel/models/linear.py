@@ -60,6 +60,7 @@ class Linear:
         self._packed: PackedWeights | None = None
         self._scales: torch.Tensor | None = None  # [out_features, 1], of fp8
         self._groups: ArrangedWeights | None = None
+        self._copy: ArrangedWeights | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -77,6 +78,14 @@ class Linear:
         else:
             floats = [dequantize(part) if isinstance(part, GroupedWeights) else part for part in parts]
             self.weight, self._scales = quantize_rows(torch.cat(floats).to(self.weight.dtype))
+
+    def add_copy(self, form: GroupFormat) -> None:
+        """Make a quantised copy of the weights, all loaded. Call before `pack`."""
+        self._copy = arrange(quantize_groups(self.weight, form.bits, form.group_size))
+
+    def use_copy(self, is_used: bool) -> None:
+        """Compute with the quantised copy, or with the layer's own weights again."""
+        self._groups = self._copy if is_used else None
 
     def pack(self) -> None:
         if self.format is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):

@@ -19,6 +19,7 @@ from tidewheel.models.linear import GroupFormat
 from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of
 from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
 from tidewheel.models.weight_source import (
+    ROUNDED,
     RandomWeights,
     SafetensorsFolder,
     WeightSource,
@@ -84,6 +85,13 @@ class ModelPlan(NamedTuple):
             deterministic=self.config.deterministic,
             format_of=format_choice(self.config.quantization, source),
         )
+        if self.config.pressure_quantization != "none":
+            if decoder.to_fill:
+                raise ConfigError(
+                    f"pressure_quantization is {self.config.pressure_quantization}, and the weights of {self.folder} "
+                    "are quantised already: set it to none"
+                )
+            decoder.plan_copies(ROUNDED[self.config.pressure_quantization])
         if self.config.deterministic and decoder.to_fill:
             raise ConfigError(
                 f"deterministic is true, and the weights of {self.folder} are quantised: set quantization to none, "
@@ -116,6 +124,8 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
         format_of = format_choice(config.quantization)
         native = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
         native.check_formats()
+        if config.pressure_quantization != "none":
+            native.plan_copies(ROUNDED[config.pressure_quantization])
         return plan(max_model_len, native)
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import transformers_config
@@ -171,6 +181,11 @@ def check_through_transformers(config: EngineConfig, architecture: str) -> None:
         raise ConfigError(
             f"quantization is {config.quantization}: {architecture} runs through transformers, whose weights stay as "
             "they are; set it to auto"
+        )
+    if config.pressure_quantization != "none":
+        raise ConfigError(
+            f"pressure_quantization is {config.pressure_quantization}: {architecture} runs through transformers, "
+            "where weights have no copy; set it to none"
         )
     if config.deterministic:
         raise ConfigError(

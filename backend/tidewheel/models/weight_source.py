@@ -26,6 +26,8 @@ OUTER_MATRICES = ("model.embed_tokens.weight", "lm_head.weight")
 RANDOM_STD = 0.02
 NUM_NAMED = 3
 
+ROUNDED: Mapping[str, GroupFormat] = {"int8": GroupFormat(8), "int4": GroupFormat(4, has_minimums=True)}
+
 BytesRead = Callable[[int], None]  # called with the bytes read since the last call
 
 
@@ -114,10 +116,8 @@ def format_choice(wanted: Quantization, source: WeightSource | None = None) -> F
         match wanted:
             case "fp8":
                 return None if is_outer else "fp8"
-            case "int8":
-                return GroupFormat(8)
-            case "int4":
-                return GroupFormat(8) if is_outer else GroupFormat(4, has_minimums=True)
+            case "int8" | "int4":
+                return ROUNDED["int8" if is_outer else wanted]
             case "auto" if source is not None:
                 return _joined([source.tensors[name].kind for name in names if name in source.tensors])
         return None

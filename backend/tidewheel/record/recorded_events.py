@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tidewheel.batch import Launch, ScheduledBatch
+from tidewheel.batch import Launch, ScheduledBatch, WeightVariant
 
 SCHEMA = 2
 STOP_TOKEN = 0
@@ -94,6 +94,7 @@ class ScheduleEvent(Event, frozen=True, tag="schedule"):
     new_requests: list[str] = []
     freed_rows: list[int] = []
     seconds: float = 0.0  # that planning took; 0: not measured
+    weights: WeightVariant = "full"
 
 
 class ApplyEvent(Event, frozen=True, tag="apply"):

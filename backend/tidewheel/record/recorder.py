@@ -242,6 +242,7 @@ def describe_batch(now: float, batch: ScheduledBatch, seconds: float = 0.0) -> e
         new_requests=[new.request.request_id for new in batch.new_rows],
         freed_rows=batch.freed_rows.tolist(),
         seconds=seconds,
+        weights=batch.weights,
     )
 
 

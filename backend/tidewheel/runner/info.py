@@ -18,7 +18,8 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int = 0
-    weights_bytes: int
+    weights_bytes: int  # with a quantised copy
+    copy_bytes: int = 0  # of the quantised copy; 0: none
     activation_bytes: int = 0  # measured on a GPU, estimated on a CPU
     kv_cache_bytes: int = 0
     cache_source: str = ""  # origin of its size: "num_blocks 64"

@@ -100,6 +100,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=layout.block_size,
         weights_bytes=model.weights_bytes,
+        copy_bytes=model.copy_bytes if isinstance(model, Decoder) else 0,
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
     )
     return RunnerParts(model, layout, info, device, stages, compile_log, claim)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -7,10 +8,11 @@ from functools import partial
 import msgspec
 import torch
 
-from tidewheel.batch import Launch, SampledTokens, ScheduledBatch
+from tidewheel.batch import Launch, SampledTokens, ScheduledBatch, WeightVariant
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
@@ -73,7 +75,9 @@ class ModelRunner:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
         self._steps = StepModel(model, self._rows, cache.kv.layers)
-        self._graphs: StepGraphs | None = None
+        self._variants: tuple[WeightVariant, ...] = ("full", "quantized") if info.copy_bytes else ("full",)
+        self._weights: WeightVariant = "full"
+        self._graphs_of: dict[WeightVariant, StepGraphs] = {}
         self._claim: MemoryClaim | None = None  # ends with the runner
         self._threads: StepThreads | None = None  # None: a fixed number
 
@@ -89,7 +93,7 @@ class ModelRunner:
         report("profile", 1.0)
         runner = cls(parts.model, cache, info, parts.device, accelerator)
         if accelerator is not None:
-            warm_up(info, runner.run, report)
+            warm_up(info, runner.run_with_each, report)
         graph_bytes = runner.capture(sizes, report).total
         seconds = parts.stages.seconds()
         if parts.compile_log is not None:
@@ -148,22 +152,44 @@ class ModelRunner:
             return StepMemory(estimated_activation_bytes(largest, layout.shape, DTYPES[parts.info.dtype]), 0)
         runner, activation_bytes = measured_activation_bytes(run, largest, device)
         taken = runner.capture(sizes.largest(NUM_TRIAL_GRAPHS), no_progress)
-        graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, map(len, sizes), strict=True))
+        counts = [len(runner._variants) * len(part) for part in sizes]
+        graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))
         return StepMemory(activation_bytes, graph_bytes)
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
         if not sizes.decodes or self._accelerator is None:
             return GraphBytes()
-        pool = self._accelerator.graph_pool()
-        self._graphs = StepGraphs(pool, self._steps, self._sender, self.info.max_model_len)
+        pool, taken = self._accelerator.graph_pool(), []
         try:
-            with torch.inference_mode():
-                return self._graphs.capture(sizes, progress)
+            for weights in self._variants[::-1]:
+                self._use(weights)
+                graphs = StepGraphs(pool, self._steps, self._sender, self.info.max_model_len)
+                with torch.inference_mode():
+                    taken.append(graphs.capture(sizes, progress))
+                self._graphs_of[weights] = graphs
+            parts = zip(*taken, strict=True)  # each by variant
+            return GraphBytes(*([size for sizes in part for size in sizes] for part in parts))
         except torch.OutOfMemoryError:
             raise ConfigError(
                 "the GPU has no room for CUDA graphs beside weights and cache: lower gpu_memory_utilization, "
                 "kv_cache_memory_mb, num_blocks or max_num_seqs, or set enforce_eager"
             ) from None
+
+    @property
+    def _graphs(self) -> StepGraphs | None:
+        return self._graphs_of.get(self._weights)
+
+    def _use(self, weights: WeightVariant) -> None:
+        if weights != self._weights:
+            model = self._steps.model
+            assert isinstance(model, Decoder), "only native models have a quantised copy"
+            model.use(weights)
+            self._weights = weights
+
+    def run_with_each(self, batch: ScheduledBatch) -> None:
+        """Run a step with each variant of the weights."""
+        for weights in self._variants:
+            self.run(dataclasses.replace(batch, weights=weights))
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         return self.launch(batch).wait()
@@ -172,6 +198,7 @@ class ModelRunner:
         """Start a step without waiting; the device runs launched steps in order."""
         if self._threads is not None:
             self._threads.adapt()
+        self._use(batch.weights)
         with torch.inference_mode():
             self._transfers.start(batch)
             self._sampling.update(batch)

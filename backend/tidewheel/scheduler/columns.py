@@ -7,15 +7,16 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray
+from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray, WeightVariant
 from tidewheel.errors import require
 from tidewheel.kvcache.prefix import PrefixHit
-from tidewheel.request import Request, RequestState
+from tidewheel.request import FULL, QUANTIZED, Request, RequestState
 from tidewheel.stats import EngineStats
 
 NEVER = -np.inf
 NO_STOP = -1  # padding
 NUM_RECENT = 128  # tokens before write-back
+ALL_PURE = np.iinfo(np.int32).max
 
 
 class RowColumns:
@@ -53,6 +54,10 @@ class RowColumns:
         self._tenant_ids: dict[str, int] = {}
         self._rows_of_tenants: Counter[str] = Counter()
         self._free_tenant_ids = list(range(num_rows))
+        self.keeps_full: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # CRITICAL
+        self.variants_used: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # bits `FULL`, `QUANTIZED`
+        self.variants_hashed: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # one of them
+        self.num_pure_tokens = _int32(num_rows)  # leading tokens of the weights that the hashes name
         self.num_recent = _int32(num_rows)
         self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)
         self._requests = np.full(num_rows, None, dtype=object)
@@ -93,6 +98,10 @@ class RowColumns:
         self.num_entered_tokens[row] = request.num_tokens
         self.num_shared_slots[row] = len(hit.block_ids) * block_size
         self.classes[row] = service_class
+        self.keeps_full[row] = request.keeps_full_weights
+        self.variants_hashed[row] = hashed = QUANTIZED if request.has_quantized_hashes else FULL
+        self.variants_used[row] = request.variants_used | (hashed if hit.num_tokens else 0)
+        self.num_pure_tokens[row] = ALL_PURE
         self.arrival_times[row] = request.arrival_time
         self.sequences[row] = request.sequence
         self.num_preemptions[row] = request.num_preemptions
@@ -124,6 +133,7 @@ class RowColumns:
         request = self.write_back(row)
         if self.last_token_times[row] > NEVER:
             request.last_token_time = float(self.last_token_times[row])
+        request.variants_used = int(self.variants_used[row])
         request.row = -1
         self._requests[row] = None
         self._last_rows, self._last_requests = self._last_rows[:0], []
@@ -175,6 +185,19 @@ class RowColumns:
         self.num_inflight_tokens[rows] += num_scheduled_tokens
         self.num_inflight_samples[rows] += samples
         self.last_step[rows] = step_id
+
+    def note_weights(self, rows: RowArray, starts: Int32Array, weights: WeightVariant) -> RowArray:
+        """Note which weights compute chunks. Return rows of which other weights computed the tokens so far."""
+        variant = QUANTIZED if weights == "quantized" else FULL
+        self.variants_used[rows] |= variant
+        is_new = (self.variants_hashed.take(rows) != variant) & (self.num_pure_tokens.take(rows) > starts)
+        mixed: RowArray = rows[is_new]
+        self.num_pure_tokens[mixed] = starts[is_new]
+        return mixed
+
+    def num_cacheable_tokens(self, row: int) -> int:
+        """Return how many computed tokens their digests describe: all, unless several weights computed the row."""
+        return int(min(self.num_computed_tokens[row], self.num_pure_tokens[row]))
 
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
         num_tokens = self.num_tokens.take(rows) + 1

@@ -3,11 +3,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tidewheel.batch import ScheduledBatch
+from tidewheel.batch import RowArray, ScheduledBatch, WeightVariant
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate
+from tidewheel.scheduler.pressure import PressureController
 from tidewheel.scheduler.state import SchedulerState
-from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
+from tidewheel.scheduler.step_plan import InFlightStep, StepLimits, StepPlan
 from tidewheel.scheduler.strategy import STRATEGIES, JoinView
 
 MIN_TOKEN_BUDGET = 16
@@ -36,6 +37,7 @@ _STRATEGY_SETTINGS = (
 )  # fmt: skip
 _CONTROLLER_SETTINGS = (
     "max_num_batched_tokens", "max_num_seqs", "target_tpot_ms", "enable_seqs_governor", "governor_target_latency_ms",
+    "pressure_memory", "pressure_latency_ms",
 )  # fmt: skip
 
 
@@ -151,6 +153,36 @@ class StepControl:
             target_ms = config.governor_target_latency_ms
             self._governor = SeqsGovernor(self.max_num_seqs, None if target_ms is None else 1e-3 * target_ms)
 
+        self._pressure: PressureController | None = None
+        if config.has_quantized_copy:
+            self._pressure = PressureController(config.pressure_memory, 1e-3 * config.pressure_latency_ms)
+
+    def expect_weights(self, now: float) -> None:
+        """Tell the prefix cache which weights compute the next step, unless a CRITICAL request enters it."""
+        state = self._state
+        if self._pressure is None:
+            return
+        oldest = state.waiting.oldest_arrival
+        is_on = self._pressure.decide(now, self._kv_usage(), 0.0 if oldest is None else now - oldest)
+        keeps_full = (state.columns.keeps_full & state.columns.running).any()
+        state.kv.prefixes.weights = "quantized" if is_on and not keeps_full else "full"
+
+    def weights_of(self, plan: StepPlan) -> WeightVariant:
+        keeps_full = any(new.request.keeps_full_weights for new in plan.new_rows)
+        return "full" if keeps_full else self._state.kv.prefixes.weights
+
+    def note_weights(self, batch: ScheduledBatch, rows: RowArray) -> None:
+        """Note that a step is reserved: rows that several weights compute publish no further blocks."""
+        if self._pressure is None:
+            return
+        state = self._state
+        state.stats.num_quantized_steps += batch.weights == "quantized"
+        for row in state.columns.note_weights(rows, batch.start_positions, batch.weights).tolist():
+            state.kv.prefixes.drop_announced(row)
+
+    def _kv_usage(self) -> float:
+        return 1.0 - self._state.kv.num_free_blocks / self._state.kv.num_blocks
+
     def limits(self, now: float) -> StepLimits:
         state, config, num_rows = self._state, self._state.config, self._state.config.num_rows
         num_running = state.columns.num_running
@@ -182,12 +214,14 @@ class StepControl:
             oldest = min([request.arrival_time for request in step.started])
             self.strategy.observe_batch(max(now - oldest, 0.0))
         self._last_applied = now
+        if self._pressure is not None and batch.num_decodes:
+            self._pressure.observe_step(now, seconds)
         if self._tpot is None and self._governor is None:
             return
         if (elapsed := now - last) > 0.0:
             weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
             self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
-        kv_usage, num_running = 1.0 - state.kv.num_free_blocks / state.kv.num_blocks, state.columns.num_running
+        kv_usage, num_running = self._kv_usage(), state.columns.num_running
         applied = AppliedStep(now, seconds, batch.num_decodes, batch.num_tokens, num_running, kv_usage, self._busy)
         if self._tpot is not None:
             self._tpot.observe(applied)

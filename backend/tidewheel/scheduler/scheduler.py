@@ -122,6 +122,7 @@ class Scheduler:
         state.reclassify_due(now)
         if state.leaders:
             state.release_followers(now)
+        self._control.expect_weights(now)
         plan = StepPlanner(state, self._control.limits(now), now).plan()
         if plan.started:
             self._control.strategy.joined(plan.num_joined)
@@ -131,9 +132,11 @@ class Scheduler:
     def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
         state = self._state
         step_id = state.stats.num_steps
-        batch = plan.to_batch(step_id, state.columns.take_left_rows(), state.kv.take_transfers(step_id))
+        transfers, weights = state.kv.take_transfers(step_id), self._control.weights_of(plan)
+        batch = plan.to_batch(step_id, state.columns.take_left_rows(), transfers, weights)
         rows = batch.rows.astype(np.intp)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
+        self._control.note_weights(batch, rows)
         self._in_flight.append(InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started))
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
@@ -224,7 +227,9 @@ def _commit_step(
     columns.num_inflight_tokens[rows] -= counts
     for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
         row = int(rows[index])
-        state.kv.commit(row, columns.request(row), int(ends[index]))  # blocks of output are published at the end
+        state.kv.commit(
+            row, columns.request(row), columns.num_cacheable_tokens(row)
+        )  # blocks of output are published at the end
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     requests = columns.append_tokens(rows, tokens, now)

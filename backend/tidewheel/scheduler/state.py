@@ -86,11 +86,12 @@ class SchedulerState:
                 self._start_ageing(request, request.arrival_time if moment is None else moment)
 
     def wait(self, group: list[Request]) -> None:
-        leader = group[0]
+        leader, degrades_critical = group[0], self.config.pressure_quantization_critical
         leader.followers = group[1:]
         for request in group:
             request.sequence = self._num_added
             self._num_added += 1
+            request.keeps_full_weights = request.priority is Priority.CRITICAL and not degrades_critical
             self.requests[request.request_id] = request
             self._count_waiting(request, 1)
             if request.deadline is not None:
@@ -182,7 +183,9 @@ class SchedulerState:
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:
             return hit
-        if self.columns.num_computed_tokens[leader.row] < leader.num_prompt_tokens - 1:
+        if self.columns.num_cacheable_tokens(leader.row) < leader.num_prompt_tokens - 1:
+            return hit
+        if leader.has_quantized_hashes != request.has_quantized_hashes:
             return hit
         fork = self.kv.fork_hit(leader.row, request)
         return fork if fork.num_tokens > hit.num_tokens else hit
@@ -209,7 +212,7 @@ class SchedulerState:
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
-        num_computed_tokens = int(self.columns.num_computed_tokens[row])
+        num_computed_tokens = self.columns.num_cacheable_tokens(row)
         if self._should_swap(num_computed_tokens) and self.kv.offload(row, request, num_computed_tokens):
             self.stats.num_swap_preemptions += 1
         self._leave(row)
@@ -222,7 +225,7 @@ class SchedulerState:
             if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row
                 self.columns.write_back(row)
-                self.kv.keep_session(row, request, int(self.columns.num_computed_tokens[row]), now)
+                self.kv.keep_session(row, request, self.columns.num_cacheable_tokens(row), now)
             self._leave(request.row, keep_cached=keep_cached)
         else:
             self._count_waiting(request, -1)
@@ -271,7 +274,7 @@ class SchedulerState:
         request = columns.write_back(row)
         self.leaders.pop(request.request_id, None)
         if keep_cached:
-            self.kv.commit(row, request, int(columns.num_computed_tokens[row]))
+            self.kv.commit(row, request, columns.num_cacheable_tokens(row))
         else:
             self.kv.forget(row)
         request.num_new_blocks += int(columns.num_slots[row] - columns.num_shared_slots[row]) // self.kv.block_size

@@ -214,7 +214,8 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
     return [
         f"  {model.name}: {info.architecture}, {info.dtype}, on {info.device}, {info.implementation}; "
         f"loaded in {info.load_seconds:.1f} s",
-        f"    weights {shown_bytes(info.weights_bytes)}, activations {shown_bytes(info.activation_bytes)}"
+        f"    weights {shown_bytes(info.weights_bytes)}{info.copy_share}, "
+        f"activations {shown_bytes(info.activation_bytes)}"
         + (f", graphs {shown_bytes(info.graph_bytes)}" if info.graph_bytes else ""),
         f"    KV cache {shown_bytes(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
         f"{info.num_cache_tokens:,} tokens" + (f", in {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.batch import WeightVariant
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.record.recorded_events import AnyEvent, ApplyEvent, FailEvent, ScheduleEvent, StepFeatures
@@ -28,6 +30,7 @@ class MeasuredStep(NamedTuple):
     features: StepFeatures
     seconds: float  # from start to tokens
     turn_seconds: float | None  # from tokens to the next start; None: idle
+    weights: WeightVariant = "full"
 
 
 def calibrated(path: Path) -> CostModel:
@@ -65,7 +68,7 @@ def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
             case ApplyEvent() if in_flight:
                 scheduled = in_flight.popleft()
                 start = scheduled.now if last_end is None else max(scheduled.now, last_end)
-                steps.append(MeasuredStep(scheduled.features, event.now - start, None))
+                steps.append(MeasuredStep(scheduled.features, event.now - start, None, scheduled.weights))
                 last_end = event.now
             case FailEvent():
                 in_flight.clear()
@@ -76,8 +79,10 @@ def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
 def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
     """Return a cost model by least squares with coefficients >= 0; `facts`: other fields of `CostModel`.
 
-    Raise `ConfigError` for fewer than `MIN_STEPS` steps.
+    Raise `ConfigError` for fewer than `MIN_STEPS` steps of full weights.
     """
+    quantized = [step for step in steps if step.weights == "quantized"]
+    steps = [step for step in steps if step.weights == "full"]
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"{len(steps)} measured steps are too few to calibrate a cost model: at least {MIN_STEPS}")
     features = np.array([step.features for step in steps], dtype=np.float64)
@@ -90,7 +95,7 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
     values = nonnegative_least_squares(design, seconds)
     overhead_s, *slopes = values[:-5].tolist()
     turn_overhead_s, turn_per_row = _fit_turn(steps).tolist()
-    return CostModel(
+    model = CostModel(
         name=name,
         kv_bytes_per_token=kv_bytes_per_token,
         overhead_s=overhead_s,
@@ -102,6 +107,14 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
         fit=_quality(seconds, design @ values),
         **facts,
     )
+    return dataclasses.replace(model, quantized_share=_quantized_share(quantized, model))
+
+
+def _quantized_share(steps: Sequence[MeasuredStep], model: CostModel) -> float | None:
+    weights = sum(model.weight_seconds(step.features) for step in steps)
+    others = sum(model.step_seconds(step.features) for step in steps) - weights
+    share = (sum(step.seconds for step in steps) - others) / weights if weights > 0.0 else 0.0
+    return share if share > 0.0 else None
 
 
 def choose_knots(tokens: FloatArray) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from tidewheel.batch import WeightVariant
 from tidewheel.config import CacheDType
 from tidewheel.errors import ConfigError
 from tidewheel.record.recorded_events import StepFeatures
@@ -43,6 +44,7 @@ class CostModel:
     seconds_per_row: float = 0.0
     seconds_per_sample: float = 0.0
     seconds_per_new_row: float = 0.0
+    quantized_share: float | None = None  # of overhead and gemm, with quantised weights; None: not measured
     turn_overhead_s: float = 0.0
     turn_seconds_per_row: float = 0.0
     fit: dict[str, float] = field(default_factory=dict)
@@ -64,6 +66,8 @@ class CostModel:
             yield f"knots are {list(self.knots)}: they must rise"
         if min(self.block_size, self.num_blocks, self.kv_element_bytes) < 1:
             yield "block_size, num_blocks and kv_element_bytes must be at least 1"
+        if self.quantized_share == 0:
+            yield "quantized_share is 0: it must be above 0"
         if self.overhead_s + sum(self.seconds_per_token) <= 0:
             yield "overhead_s and seconds_per_token are 0: steps take no time"
 
@@ -111,10 +115,12 @@ class CostModel:
         spans = (min(num_tokens, high) - low for low, high in edges if low < num_tokens)
         return sum(slope * span for slope, span in zip(self.seconds_per_token, spans, strict=False))
 
-    def step_seconds(self, step: StepFeatures) -> float:
+    def weight_seconds(self, step: StepFeatures) -> float:
+        return self.overhead_s + self.gemm_seconds(step.num_tokens)
+
+    def step_seconds(self, step: StepFeatures, weights: WeightVariant = "full") -> float:
         return (
-            self.overhead_s
-            + self.gemm_seconds(step.num_tokens)
+            self.weight_seconds(step) * (self.quantized_share or 1.0 if weights == "quantized" else 1.0)
             + self.seconds_per_kv_byte * self.kv_bytes_per_token * step.kv_tokens
             + self.seconds_per_chunk_pair * step.chunk_pairs
             + self.seconds_per_row * step.num_rows

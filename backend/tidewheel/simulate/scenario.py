@@ -143,6 +143,11 @@ class Scenario:
         self, config: EngineConfig, trace: Trace, num_replicas: int, *, is_scaled: bool = True
     ) -> Simulator:
         cost = self.cost.with_cache(config.kv_cache_dtype)
+        if config.pressure_quantization != "none" and (self.is_coarse or cost.quantized_share is None):
+            raise ConfigError(
+                f"pressure_quantization is {config.pressure_quantization}: simulate it without --coarse, and with a "
+                "quantized_share in the cost model, from --calibrate of a recording that has quantised steps"
+            )
         info = simulated_info(config, cost, max_model_len=max(trace.max_num_tokens, 2))
         limits = CoarseLimits(info.max_num_seqs, info.max_num_batched_tokens, info.num_blocks * info.block_size)
         plan = self._plan() if is_scaled else None

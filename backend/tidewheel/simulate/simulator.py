@@ -134,7 +134,7 @@ class EngineReplica:
     def _launch(self, batch: ScheduledBatch, now: float) -> None:
         for new in batch.new_rows:
             self._last_positions[new.row], self._offsets[new.row] = self._lasts[new.request.request_id]
-        seconds = self._cost.step_seconds(step_features(batch))
+        seconds = self._cost.step_seconds(step_features(batch), batch.weights)
         self._device_free = max(now, self._device_free) + seconds
         self._in_flight.append((batch, self._device_free))
         self.busy_seconds += seconds

@@ -103,7 +103,7 @@ class EngineConfig(SchedulingSettings):
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
     quantization: Quantization = "auto"  # auto: weights as stored; none: as dtype; fp8, int8, int4: rounded at load
-    pressure_quantization: PressureQuantization = "none"  # copy of the weights for times of pressure
+    pressure_quantization: PressureQuantization = "none"  # a copy of the weights beside them, for times of pressure
     deterministic: bool = False  # a request's tokens do not depend on what else runs; slower, native models on a GPU
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device

@@ -156,7 +156,7 @@ def test_every_output_but_the_text_has_a_batch_dimension() -> None:
         "num_input_tokens": [[4]], "num_output_tokens": [[2]], "arrival_time_ns": [[1]],
         "first_scheduled_time_ns": [[2]], "kv_cache_reused_blocks": [[5]], "kv_cache_alloc_new_blocks": [[6]],
         "kv_cache_alloc_total_blocks": [[11]], "acceptance_rate": [[0.0]], "total_accepted_draft_tokens": [[0]],
-        "total_draft_tokens": [[0]], "num_cached_tokens": [[64]],
+        "total_draft_tokens": [[0]], "num_cached_tokens": [[64]], "weights": [[b"full"]],
     }  # fmt: skip
     declared = {spec.name: spec.data_type.removeprefix("TYPE_") for spec in TRTLLM_OUTPUTS}
     for tensor in tensors:

@@ -124,6 +124,9 @@ SCHEDULING: list[tuple[dict[str, str], dict[str, object]]] = [
     ({"target_tpot_ms": "40"}, {"target_tpot_ms": 40.0}),
     ({"enable_seqs_governor": "true", "governor_target_latency_ms": "50"},
      {"enable_seqs_governor": True, "governor_target_latency_ms": 50.0}),
+    ({"pressure_quantization": "int8", "pressure_memory": "0.5", "pressure_latency_ms": "50",
+      "pressure_quantization_critical": "true"},
+     {"pressure_memory": 0.5, "pressure_latency_ms": 50.0, "pressure_quantization_critical": True}),
     ({"session_ttl_s": "60", "max_session_ttl_s": "120", "max_sessions": "9", "session_max_blocks": "5"},
      {"session_ttl_s": 60.0, "max_session_ttl_s": 120.0, "max_sessions": 9, "session_max_blocks": 5}),
 ]  # fmt: skip

@@ -39,7 +39,7 @@ def test_a_line_has_times_counts_and_labels(tmp_path: Path) -> None:
         "finish_reason": "stop", "tag": None, "client_cancelled": False, "queue_ms": 10.0, "prefill_ms": 20.0,
         "first_token_ms": 30.0, "decode_ms": 30.0, "total_ms": 100.0, "prompt_tokens": 7, "cached_tokens": 4,
         "output_tokens": 9, "sequences": 1, "responses": 3, "preemptions": None, "deadline_ms": None, "session": True,
-        "trace_id": TRACE,
+        "trace_id": TRACE, "weights": None,
     }  # fmt: skip
     assert (second["tag"], second["finish_reason"], second["priority"]) == ("TW-KV-FULL", None, None)
     assert (second["queue_ms"], second["total_ms"]) == (None, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("{", "cannot read the cost model"),
+        ('{"schema": 1, "name": "x", "overhead_s": 1, "quantized_share": 0}', "quantized_share is 0"),
         ('{"schema": 9}', "schema is not 1"),
         ('{"schema": 1, "name": "x", "overhead_s": -1}', "overhead_s has -1.0: it must be 0 or more"),
         ('{"schema": 1, "name": "x", "overhead_s": 1, "knots": [2]}', "1 knots need 2 slopes"),
@@ -127,6 +129,20 @@ def test_calibration_finds_the_model_that_made_the_steps() -> None:
         assert found.step_seconds(probe) == pytest.approx(truth.step_seconds(probe), rel=0.05)
     assert found.turn_seconds(40) == pytest.approx(truth.turn_seconds(40), rel=1e-6)
     assert abs(found.fit["sum_error"]) < 0.01
+
+
+def test_calibration_measures_the_share_of_steps_with_quantised_weights() -> None:
+    truth = dataclasses.replace(H200_8B, quantized_share=0.6)
+    steps = [
+        MeasuredStep(features, truth.step_seconds(features, weights), None, weights)
+        for rows in range(1, 80)
+        for weights in ("full", "quantized")
+        for features in (step(rows, kv_tokens=977 * rows % 5000),)
+    ]
+    found = fit(steps, name="found", kv_bytes_per_token=truth.kv_bytes_per_token)
+    assert found.quantized_share == pytest.approx(0.6, rel=1e-3)
+    assert found.fit["num_steps"] == 79
+    assert fit([one for one in steps if one.weights == "full"], name="x").quantized_share is None
 
 
 def test_few_steps_do_not_calibrate() -> None:

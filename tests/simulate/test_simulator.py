@@ -106,6 +106,19 @@ def test_classes_are_served_in_order_under_load() -> None:
     assert outcomes.ttft[critical].mean() < 0.7 * outcomes.ttft[~critical].mean()
 
 
+def test_quantised_weights_under_pressure_lose_fewer_requests_and_full_ones_come_back() -> None:
+    trace = make_trace(300, rate=20.0, output="constant:20")  # full weights finish 16 a second, quantised ones 25
+    cost = dataclasses.replace(COST, quantized_share=0.6)
+    limited = {"cost": cost, "max_waiting_requests": 16}
+    plain = simulate(trace, **limited)
+    run = simulator(trace, **limited, has_quantized_copy=True)
+    helped = run.run()
+    (replica,) = run.replicas
+    stats = replica.scheduler.stats()
+    assert 0 < stats.num_quantized_steps < stats.num_steps
+    assert np.count_nonzero(helped.ends == REFUSED) < 0.2 * np.count_nonzero(plain.ends == REFUSED)
+
+
 class Server(NamedTuple):
     load: float  # as the seed has drawn it
     mean_in_system: float  # by Little's law

@@ -66,6 +66,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "m", "swap_space": 1, "enable_prefix_caching": False}, "keeps blocks by their content"),
     ({"model": "m", "deterministic": "true", "quantization": "fp8"}, "set deterministic to false, or quantization"),
     ({"model": "m", "preemption_mode": "swap"}, "swap_space is 0"),
+    ({"model": "m", "pressure_quantization": "fp8"}, "'fp8': choose one of none, int8, int4"),
+    ({"model": "m", "pressure_memory": 0.5}, "pressure_memory is set, and pressure_quantization is none"),
+    (
+        {"model": "m", "pressure_quantization": "int8", "quantization": "int4"},
+        "quantization is int4: a copy has other",
+    ),
+    (
+        {"model": "m", "pressure_quantization": "int8", "deterministic": "true"},
+        "set deterministic to False, or pressure",
+    ),
+    ({"model": "m", "pressure_quantization": "int8", "pressure_memory": 1.5}, "pressure_memory is 1.5"),
     ({"model": "m", "session_ttl_s": 7200}, "session_ttl_s is 7200"),
     ({"model": "m", "preemption_mode": "drop"}, "'drop': choose one of auto, recompute, swap"),
     ({"model": "m", "ageing_s": 0}, "ageing_s is 0"),

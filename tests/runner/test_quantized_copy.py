@@ -94,6 +94,26 @@ def test_a_runner_switches_between_two_steps(config: EngineConfig) -> None:
     assert tokens_of(runner, "full") == plain
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_steps_of_few_rows_switch_too(tmp_path: Path, dtype: str) -> None:
+    """They may run in one C call, which has weights of its own."""
+    tiny_models.save(lambda: tiny_models.llama(intermediate_size=128), tmp_path)
+    parts = parts_of(tmp_path, dtype=dtype, pressure_quantization="int4")
+    kv, model = KVTensors(parts.layout, 4, CPU), parts.model
+    assert isinstance(model, Decoder)
+    meta, zero = one_sequence(1, 16, CPU), torch.zeros(1, dtype=torch.int64)
+
+    def states(weights: WeightVariant) -> torch.Tensor:
+        model.use(weights)
+        step = ForwardInput(zero + 5, zero, dataclasses.replace(meta, num_decodes=1), kv.layers, zero)
+        with torch.inference_mode():
+            return model.forward_with_states(step, zero)[1]
+
+    full, rounded = states("full"), states("quantized")
+    assert not torch.equal(full, rounded)
+    assert torch.equal(states("full"), full) and torch.equal(states("quantized"), rounded)
+
+
 def test_each_of_the_weights_has_graphs(
     config: EngineConfig, accelerator: RecordingAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

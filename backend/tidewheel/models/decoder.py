@@ -150,7 +150,8 @@ class Decoder:
         self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
         self._linears = weights.linears
         self._cos_sin = cos_sin
-        self._decode_layers: DecodeLayers | None = None
+        self._decode_layers: DecodeLayers | None = None  # of the weights in use
+        self._decode_layers_of: dict[WeightVariant, DecodeLayers | None] = {}
         self._copies: dict[Linear, GroupFormat] = {}
         self.copy_bytes = 0  # of `weights_bytes`
 
@@ -197,18 +198,25 @@ class Decoder:
 
     def prepare_decodes(self) -> None:
         """Bind the layers' weights for decode steps of few rows. To be repeated when weights are replaced."""
+        variants: tuple[WeightVariant, ...] = ("quantized", "full") if self._copies else ("full",)
+        for weights in variants:
+            self.use(weights)
+            self._decode_layers_of[weights] = self._decode_layers = self._bound_layers()
+
+    def _bound_layers(self) -> DecodeLayers | None:
         config = self.config
         heads = HeadShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
         weights = [layer.kernel_weights() for layer in self.layers]
         found = [layer for layer in weights if layer is not None]
-        self._decode_layers = None
-        if len(found) == len(weights) and fits_decode_layers(found, heads):
-            self._decode_layers = DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
+        if len(found) < len(weights) or not fits_decode_layers(found, heads):
+            return None
+        return DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
 
     def use(self, weights: WeightVariant) -> None:
         """Compute with the quantised copy, or with full weights again."""
         for layer in self._copies:
             layer.use_copy(weights == "quantized")
+        self._decode_layers = self._decode_layers_of.get(weights)
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
         return self.logits(*self._run_layers(step), step.logit_indices)

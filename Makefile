@@ -159,12 +159,13 @@ $(PROCESSORS:%=test-as/%): test-as/%: venv build/gcc-x86-64 build/gcc-x86-64-v3
 
 # The C kernel of weights of 4 and 8 bits under the address and undefined-behaviour sanitizers.
 test-sanitized: venv build/gcc-sanitized
-	CC=$(CURDIR)/build/gcc-sanitized LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-		TRITON_INTERPRET=1 $(BIN)/pytest -q -p no:faulthandler tests/kernels/test_grouped_linear.py
+	CC=$(CURDIR)/build/gcc-sanitized ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+		$(BIN)/python -m pytest -q -p no:faulthandler tests/kernels/test_grouped_linear.py
 
 build/gcc-sanitized:
 	@mkdir -p $(@D)
-	printf '#!/bin/sh\nexec gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all "$$@"\n' > $@
+	printf '#!/bin/sh\nexec gcc "$$@" -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all\n' > $@
 	chmod +x $@
 
 # A compiler for an older processor than this one: of two -march the last counts.

@@ -192,7 +192,7 @@ INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
     if (w.bits == 4) part_pairs(codes);
     x.scales[at] = is_finite ? most / LARGEST : NAN;
     x.sums[at] = x.scales[at] * (float)sum;
-    x.starts[at] = w.minimums ? 0 : -sum << (w.bits - 1);
+    x.starts[at] = w.minimums ? 0 : -sum * (1 << (w.bits - 1));
 }
 
 INLINE void store_tile(

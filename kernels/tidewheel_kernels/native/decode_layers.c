@@ -67,7 +67,8 @@ INLINE void round_inputs(
         round_group(row + at, rows, index * num_groups + at / GROUP, *linear->grouped);
 }
 
-INLINE void multiply_tile_of(const Step *s, const Linear *l, const element *x, element *out, int64_t tile) {
+/* Not inlined: four copies of all tiles took 7 s to compile. */
+static __attribute__((noinline)) void multiply_tile_of(const Step *s, const Linear *l, const element *x, element *out, int64_t tile) {
     if (l->grouped) {
         Rows rows = rounded_rows(s, l->grouped->num_inputs / GROUP);
         if (l->grouped->bits == 8)

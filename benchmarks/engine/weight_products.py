@@ -12,7 +12,7 @@ import torch
 
 from common.study import in_turns
 from tidewheel_kernels.grouped_linear import GroupedWeights, LaneWeights, grouped_linear_native, quantize_groups
-from tidewheel_kernels.packed_linear import PackedWeights, packed_linear_cpu, packed_linear_native
+from tidewheel_kernels.packed_linear import PackedWeights, packed_linear, packed_linear_cpu
 
 SIZE = 4096  # inputs and outputs
 LEAST_BYTES = 160 << 20  # of weights, more than the last cache holds
@@ -59,7 +59,7 @@ def operators() -> Iterator[tuple[str, WeightCopies]]:
         yield f"{bits} bits", ours(quantize_groups(weight, bits), torch.float32)
     plain = quantize_groups(weight, 4)._replace(minimums=None)
     yield "4 bits without minimums", ours(plain, torch.float32)
-    yield "bfloat16", packed_floats(weight.bfloat16(), packed_linear_native)
+    yield "bfloat16", packed_floats(weight.bfloat16(), packed_linear)
     yield "oneDNN bfloat16", packed_floats(weight.bfloat16(), packed_linear_cpu)
     codes = torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8)
     scales = torch.rand(SIZE).bfloat16()

@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels import packed_linear as package
-from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear_cpu, packed_linear_native
+from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear, packed_linear_cpu
 
 pytestmark = needs_compiler
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
@@ -34,7 +34,7 @@ def test_equals_the_product_with_plain_weights(
     bias = drawn(size[0], dtype=dtype) if has_bias else None
     expected = linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
     weights = packed(weight)
-    assert_close("native", expected, packed_linear_native(x, weights, bias), RATIO[dtype])
+    assert_close("native", expected, packed_linear(x, weights, bias), RATIO[dtype])
     assert_close("oneDNN", expected, packed_linear_cpu(x, weights, bias), RATIO[dtype])
 
 
@@ -42,7 +42,7 @@ def test_equals_the_product_with_plain_weights(
 def test_rows_may_be_apart(dtype: torch.dtype) -> None:
     x, weight = drawn(3, 200, dtype=dtype)[:, 8:104], drawn(80, 96, dtype=dtype)
     expected = linear(x.float(), weight.float()).to(dtype)
-    assert_close("native", expected, packed_linear_native(x, packed(weight), None), RATIO[dtype])
+    assert_close("native", expected, packed_linear(x, packed(weight), None), RATIO[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,10 +60,25 @@ def test_an_unknown_layout_leaves_few_rows_to_onednn(monkeypatch: pytest.MonkeyP
     weight, x = drawn(64, 96, dtype=torch.float32), drawn(2, 96, dtype=torch.float32)
     weights = PackedWeights(weight)
     assert weights.address is None
-    torch.testing.assert_close(packed_linear_native(x, weights, None), linear(x, weight))
+    torch.testing.assert_close(packed_linear(x, weights, None), linear(x, weight))
 
 
 def test_a_bias_of_another_dtype_is_refused() -> None:
     weights = packed(drawn(64, 96, dtype=torch.float32))
     with pytest.raises(TypeError, match="bfloat16"):
-        packed_linear_native(drawn(1, 96, dtype=torch.float32), weights, drawn(64, dtype=torch.bfloat16))
+        packed_linear(drawn(1, 96, dtype=torch.float32), weights, drawn(64, dtype=torch.bfloat16))
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    weights = packed(drawn(64, 96, dtype=torch.float32))
+    with pytest.raises(ValueError, match="x has 80 inputs, and the weights 96"):
+        packed_linear(drawn(1, 80, dtype=torch.float32), weights)
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_without_c_kernels_onednn_multiplies_few_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_KERNELS", kind)
+    weight, x = drawn(64, 96, dtype=torch.float32), drawn(2, 96, dtype=torch.float32)
+    weights = PackedWeights(weight)
+    assert weights.address is None
+    torch.testing.assert_close(packed_linear(x, weights), linear(x, weight))

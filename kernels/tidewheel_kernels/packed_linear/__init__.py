@@ -11,7 +11,7 @@ import logging
 import torch
 from torch.nn.functional import pad
 
-from tidewheel_kernels.choice import Op
+from tidewheel_kernels.choice import add_operation, preference_for
 from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKernel, mixed_dtypes, native_library
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,9 @@ FEW_ROWS = {torch.float32: 4, torch.bfloat16: 16}
 BLOCKS = (64, 48, 32, 16)  # outputs
 LANE_BYTES = 4
 
-_packed_linear = NativeKernel("packed_linear", *[POINTER] * 4, *[LONG] * 2, THREADS)
+NAME = "packed_linear"
+add_operation(NAME)
+_packed_linear = NativeKernel(NAME, *[POINTER] * 4, *[LONG] * 2, THREADS)
 _packed_as_described = NativeKernel("packed_as_described", *[POINTER] * 3, THREADS)
 
 
@@ -38,7 +40,7 @@ class _BlockedMatrix(ctypes.Structure):
 
 
 class PackedWeights:
-    """Weights [out_features, in_features] in oneDNN's layout. `address` is for C kernels; None: an unknown layout."""
+    """Weights [out_features, in_features] in oneDNN's layout. `address` is for C kernels; None: not to be used."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
@@ -55,8 +57,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def _blocked(weight: torch.Tensor, packed: torch.Tensor) -> _BlockedMatrix | None:
     """Describe packed weights, and compare them with `weight`, so that nothing depends on oneDNN's version."""
+    if preference_for(NAME) != "auto" or native_library(weight.dtype) is None:
+        return None
     readable = hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")
-    if not readable or native_library(weight.dtype) is None or weight.shape[1] * weight.itemsize % LANE_BYTES:
+    if not readable or weight.shape[1] * weight.itemsize % LANE_BYTES:
         return None
     (out_features, in_features), holds = weight.shape, ctypes.c_int32()
     for block in BLOCKS:
@@ -89,22 +93,11 @@ def packed_linear(
     bias: torch.Tensor | None = None,  # [out_features] in x's dtype
 ) -> torch.Tensor:
     """Return ``x @ weights.T + bias`` [num_rows, out_features]; sums are float32."""
-    return _OP.chosen[x.device, x.dtype](x, weights, bias)
-
-
-def packed_linear_cpu(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None) -> torch.Tensor:
-    num_rows = x.shape[0]
-    extra = padded_rows(num_rows) - num_rows
-    if extra:
-        x = pad(x, (0, 0, 0, extra))
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weights.packed, bias, "none", [], "")
-    return product[:num_rows]
-
-
-def packed_linear_native(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None) -> torch.Tensor:
     num_rows = x.shape[0]
     if weights.address is None or num_rows > FEW_ROWS[x.dtype]:
         return packed_linear_cpu(x, weights, bias)
+    if x.shape[1] != weights.in_features:
+        raise ValueError(f"x has {x.shape[1]} inputs, and the weights {weights.in_features}")
     if bias is not None and bias.dtype != x.dtype:
         raise mixed_dtypes(x.dtype, bias)
     out = torch.empty(num_rows, weights.out_features, dtype=x.dtype)
@@ -115,4 +108,10 @@ def packed_linear_native(x: torch.Tensor, weights: PackedWeights, bias: torch.Te
     return out
 
 
-_OP = Op("packed_linear", __name__, reference=packed_linear_cpu, cpu=packed_linear_cpu, native=packed_linear_native)
+def packed_linear_cpu(x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    num_rows = x.shape[0]
+    extra = padded_rows(num_rows) - num_rows
+    if extra:
+        x = pad(x, (0, 0, 0, extra))
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weights.packed, bias, "none", [], "")
+    return product[:num_rows]

@@ -115,3 +115,39 @@ def test_equals_single_operations(has_extras: bool, seq_lens: tuple[int, ...], b
     if not fits_decode_layers(of.layers, of.heads):
         pytest.skip("oneDNN's layout for this processor is not known")
     check(of, dtype, seq_lens)
+
+
+@pytest.mark.parametrize("setting", ["torch", "rms_norm=reference", "paged_attention=torch"])
+def test_runs_only_where_the_environment_leaves_all_its_operations_to_c(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = model((4,), torch.float32, group=1, has_norms=False, has_bias=False, window=0)
+    assert fits_decode_layers(of.layers, of.heads)
+    monkeypatch.setenv("TIDEWHEEL_KERNELS", setting)
+    assert not fits_decode_layers(of.layers, of.heads)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(4, 16, 2, 32)], [(4, 16, 2, 32), (4, 32, 2, 32)], [(4, 16, 2, 16)] * 2], ids=str
+)
+def test_caches_of_another_layout_are_refused(shapes: list[tuple[int, ...]]) -> None:
+    of = model((4, 8), torch.float32, group=1, has_norms=False, has_bias=False, window=0)
+    caches = [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
+    meta = paged_batch([(1, 1)], group=1).meta
+    with pytest.raises(ValueError, match="2 layers need caches of one layout"):
+        DecodeLayers(*of, EPS).run(torch.zeros(1, HIDDEN), torch.zeros(1, dtype=torch.int64), meta, caches)
+
+
+def test_a_row_with_nan_changes_no_other() -> None:
+    of = model((8, 4), torch.float32, group=3, has_norms=True, has_bias=True, window=0)
+    batch = paged_batch([(1, length) for length in (5, 20, 3)], group=1)
+    positions = batch.meta.seq_lens.long() - 1
+    batch.meta.slot_mapping.fill_(-1)
+    caches, layers = [tuple(cache.nan_to_num() for cache in batch[1:3])] * 2, DecodeLayers(*of, EPS)
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(2))
+    clean, dirty = x.clone(), x.clone()
+    dirty[1, 7] = float("nan")
+    for rows in (clean, dirty):
+        layers.run(rows, positions, batch.meta, caches)
+    assert dirty[1].isnan().any()
+    assert torch.equal(clean[::2], dirty[::2])

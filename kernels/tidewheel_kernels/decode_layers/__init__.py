@@ -20,6 +20,8 @@ from tidewheel_kernels.native.library import POINTER, NativeKernel, mixed_dtypes
 from tidewheel_kernels.packed_linear import FEW_ROWS, PackedWeights
 
 NAME = "decode_layers"
+# The settings of products are in the layouts of weights.
+REPLACED = ("rms_norm", "rope_and_cache", "paged_attention", "silu_and_mul")
 add_operation(NAME)
 _decode_layers = NativeKernel(NAME, POINTER)
 
@@ -60,8 +62,13 @@ class HeadShape(NamedTuple):
 def fits_decode_layers(layers: Sequence[LayerWeights], heads: HeadShape) -> bool:
     """Return whether the C kernels know all layouts, and the environment allows them."""
     known = all(linear.weights.address for layer in layers for linear in layer.linears)
-    has_kernels = preference_for(NAME) == "auto" and native_library(layers[0].input_norm.dtype) is not None
-    return has_kernels and known and heads.head_dim <= MAX_HEAD_DIM
+    allowed = all(preference_for(name) == "auto" for name in (NAME, *REPLACED))
+    return (
+        allowed
+        and native_library(layers[0].input_norm.dtype) is not None
+        and known
+        and heads.head_dim <= MAX_HEAD_DIM
+    )
 
 
 class DecodeLayers:
@@ -76,6 +83,7 @@ class DecodeLayers:
     ) -> None:
         first = layers[0]
         self.dtype = first.input_norm.dtype
+        self._head_places = heads.num_kv_heads, heads.head_dim
         is_grouped = all(isinstance(linear.weights, LaneWeights) for layer in layers for linear in layer.linears)
         self.max_rows = FEW_GROUPED_ROWS if is_grouped else FEW_ROWS[self.dtype]
         self._layers = (structures.LayerAddresses * len(layers))(*map(_layer, layers))
@@ -127,6 +135,13 @@ class DecodeLayers:
 
     def _use_caches(self, caches: Sequence[LayerCache]) -> None:
         pairs = [(keys, values) for keys, values, *_ in caches if keys is not None and values is not None]
+        places = {(keys.shape[1:], keys.stride(), values.stride()) for keys, values in pairs}
+        if len(pairs) != len(self._layers) or len(places) > 1 or pairs[0][0].shape[2:] != self._head_places:
+            shapes = [list(keys.shape) for keys, _ in pairs]
+            raise ValueError(
+                f"{len(self._layers)} layers need caches of one layout with {list(self._head_places)} heads and "
+                f"elements, got {shapes}"
+            )
         for cache in (cache for pair in pairs for cache in pair):
             if cache.dtype != self.dtype:
                 raise mixed_dtypes(self.dtype, cache)

@@ -157,11 +157,12 @@ $(PROCESSORS:%=test-as/%): test-as/%: venv build/gcc-x86-64 build/gcc-x86-64-v3
 		$(addprefix tests/,models runner engine baselines)
 	$(AS_$(*D)) OMP_NUM_THREADS=$(*F) TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
-# The C kernel of weights of 4 and 8 bits under the address and undefined-behaviour sanitizers.
+# The C kernels of products and of decode steps under the address and undefined-behaviour sanitizers.
 test-sanitized: venv build/gcc-sanitized
 	CC=$(CURDIR)/build/gcc-sanitized ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-		$(BIN)/python -m pytest -q -p no:faulthandler tests/kernels/test_grouped_linear.py
+		$(BIN)/python -m pytest -q -p no:faulthandler \
+		tests/kernels/test_grouped_linear.py tests/kernels/test_packed_linear.py tests/kernels/test_decode_layers.py
 
 build/gcc-sanitized:
 	@mkdir -p $(@D)

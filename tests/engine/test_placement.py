@@ -65,7 +65,7 @@ OTHERS: dict[str, object] = {
     "batch_target_latency_ms": 70.0, "hybrid_threshold": 3, "hybrid_backlog": 30, "target_tpot_ms": 50.0,
     "governor_target_latency_ms": 20.0, "session_ttl_s": 9.0, "max_session_ttl_s": 999.0, "max_sessions": 9,
     "session_max_blocks": 9, "generation_config": "auto", "override_generation_config": '{"top_k": 2}',
-    "max_logprobs": 3,
+    "max_logprobs": 3, "pressure_memory": 0.7, "pressure_latency_ms": 90.0, "pressure_quantization_critical": True,
 }  # fmt: skip
 NEEDED = {
     "batch_size": {"scheduling_strategy": "static"},
@@ -75,9 +75,10 @@ NEEDED = {
 
 def test_every_live_setting_reaches_the_running_engine(load: Load) -> None:
     assert OTHERS.keys() == LIVE
-    first = load(CONFIG)
+    started = change(pressure_quantization="int8")
+    first = load(started)
     for name, value in OTHERS.items():
-        changed = change(**{name: value, **NEEDED.get(name, {})})
+        changed = change(started, **{name: value, **NEEDED.get(name, {})})
         client = load(changed)
         assert client.info.pid == first.info.pid, name
         assert EngineConfig.from_settings(first.status.settings) == changed

@@ -46,6 +46,13 @@ def runner(config: EngineConfig) -> ModelRunner:
     return ModelRunner.load(config)
 
 
+@pytest.fixture(scope="module")
+def one_rounding() -> Iterator[None]:
+    """Compare tokens of steps of different sizes."""
+    with capturable.products_of_onednn():
+        yield
+
+
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerator]:
     """Load runners as on a GPU, with graphs of `LOADED_SIZES` that are recorded."""

@@ -41,6 +41,8 @@ from tidewheel.runner.step_graphs import GraphSizes, StepGraphs, decode_sizes
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels import AttentionMetadata
 
+pytestmark = pytest.mark.usefixtures("one_rounding")
+
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 
 

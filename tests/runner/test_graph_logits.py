@@ -21,6 +21,8 @@ from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes, prompt_sizes
 from tidewheel.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_rounding")
+
 LIMIT = TOLERANCE[torch.bfloat16]
 
 

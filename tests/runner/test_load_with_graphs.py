@@ -20,6 +20,8 @@ from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.profiling import StepMemory
 from tidewheel.runner.step_graphs import GraphSizes, StepGraphs
 
+pytestmark = pytest.mark.usefixtures("one_rounding")
+
 
 @pytest.fixture
 def small(config: EngineConfig) -> EngineConfig:

@@ -21,6 +21,8 @@ from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes, PromptGraph, prompt_sizes
 from tidewheel.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_rounding")
+
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 SIZES = GraphSizes([1, 4, 16], prompt_sizes(64))
 KIND = KINDS["filtered"]

@@ -24,6 +24,8 @@ from tidewheel.runner.step_graphs import DecodeGraph, GraphSizes, StepGraphs, de
 from tidewheel_kernels import launch_config
 from tidewheel_kernels.launch_config import decode_splits
 
+pytestmark = pytest.mark.usefixtures("one_rounding")
+
 SIZES = GraphSizes([1, 2, 4, 8, 16], (), [8, 16])
 META = torch.device("meta")
 

@@ -20,7 +20,7 @@ from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models import decoder
+from tidewheel.models import linear as linear_layers
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import ModelShape, no_progress
 from tidewheel.models.decoder import Decoder
@@ -109,7 +109,7 @@ def recorded(architecture: int = 90) -> Iterator[LaunchKeys]:
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
 
-    with recorded_keys(architecture) as keys, mock.patch.object(decoder, "linear", linear):
+    with recorded_keys(architecture) as keys, mock.patch.object(linear_layers, "linear", linear):
         yield keys
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from tidewheel_kernels import AttentionMetadata, activation, attention, kv_cache, norm, rope, sampling
+from tidewheel_kernels import AttentionMetadata, activation, attention, kv_cache, norm, packed_linear, rope, sampling
 from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
 from tidewheel_kernels.attention.cpu import paged_attention_cpu
 from tidewheel_kernels.kv_cache.reference import scales_of, stored
@@ -38,6 +38,13 @@ def installed() -> Iterator[None]:
             stack.enter_context(
                 mock.patch.object(operation, "chosen", defaultdict(lambda function=function: function))
             )
+        yield
+
+
+@contextmanager
+def products_of_onednn() -> Iterator[None]:
+    """Multiply any number of rows by oneDNN, so that steps of different sizes round alike."""
+    with mock.patch.object(packed_linear, "_blocked", return_value=None):
         yield
 
 

@@ -35,7 +35,7 @@ def model(
 
     def linear(bits: int, outputs: int, inputs: int) -> LinearWeights:
         weight = drawn(outputs, inputs) * inputs**-0.5
-        weights = arrange(quantize_groups(weight, bits)) if bits else PackedWeights(weight)  # type: ignore[arg-type]
+        weights = arrange(quantize_groups(weight, bits), dtype) if bits else PackedWeights(weight)  # type: ignore[arg-type]
         assert isinstance(weights, PackedWeights | LaneWeights)
         return LinearWeights(weights, drawn(outputs) if has_bias else None)
 

@@ -189,7 +189,7 @@ def test_a_row_that_is_no_number_changes_no_other(bits: Bits, is_native: bool, o
 
 @pytest.mark.parametrize("least", [0.0, 1e-45, 1e-37])
 def test_inputs_too_small_for_a_scale(least: float) -> None:
-    weights = arrange(quantize_groups(drawn(20, 64), 4))
+    weights = arrange(quantize_groups(drawn(20, 64), 4), torch.float32)
     x = torch.full((2, 64), least)
     assert torch.equal(round_inputs(torch.zeros(2, 64)), torch.zeros(2, 64))
     assert grouped_linear(x, weights).abs().max() <= 1e4 * least
@@ -199,9 +199,9 @@ def test_inputs_too_small_for_a_scale(least: float) -> None:
 def test_float16_and_other_environments_need_no_c(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, x = quantize_groups(drawn(20, 64), 8), drawn(2, 64).half()
     expected = grouped_linear_reference(x, weights, None)
-    assert torch.equal(grouped_linear(x, arrange(weights)), expected)
+    assert torch.equal(grouped_linear(x, arrange(weights, x.dtype)), expected)
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "grouped_linear=reference")
-    assert arrange(weights) is weights
+    assert arrange(weights, torch.float32) is weights
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:

@@ -74,14 +74,15 @@ class Linear:
     def fill(self, parts: Sequence[torch.Tensor | GroupedWeights]) -> None:
         """Hold the matrices [outputs, in_features] of `parts` in the layer's format."""
         if isinstance(self.format, GroupFormat):
-            self._groups = arrange(join_outputs([_grouped(part, self.format) for part in parts]))
+            joined = join_outputs([_grouped(part, self.format) for part in parts])
+            self._groups = arrange(joined, self.weight.dtype)
         else:
             floats = [dequantize(part) if isinstance(part, GroupedWeights) else part for part in parts]
             self.weight, self._scales = quantize_rows(torch.cat(floats).to(self.weight.dtype))
 
     def add_copy(self, form: GroupFormat) -> None:
         """Make a quantised copy of the weights, all loaded. Call before `pack`."""
-        self._copy = arrange(quantize_groups(self.weight, form.bits, form.group_size))
+        self._copy = arrange(quantize_groups(self.weight, form.bits, form.group_size), self.weight.dtype)
 
     def use_copy(self, is_used: bool) -> None:
         """Compute with the quantised copy, or with the layer's own weights again."""

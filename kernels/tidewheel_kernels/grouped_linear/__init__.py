@@ -29,10 +29,10 @@ _grouped_embedding = NativeKernel("grouped_embedding", *[POINTER] * 3, LONG, THR
 WORDS_PER_INPUT_GROUP = INPUT_GROUP // 4 + 3  # codes of 8 bits, scale, sum, and first sum of products
 
 
-def arrange(weights: GroupedWeights) -> ArrangedWeights:
-    """Return weights in the layout that `grouped_linear` reads fastest: lanes for the C kernel, else as they are."""
+def arrange(weights: GroupedWeights, dtype: torch.dtype) -> ArrangedWeights:
+    """Return weights in the layout that is fastest for inputs of `dtype`: lanes for C, else as they are."""
     on_cpu = weights.codes.device.type == "cpu" and preference_for("grouped_linear") == "auto"
-    return LaneWeights(weights) if on_cpu and native_library(torch.float32) is not None else weights
+    return LaneWeights(weights) if on_cpu and native_library(dtype) is not None else weights
 
 
 def grouped_linear(

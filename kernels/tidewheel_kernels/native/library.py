@@ -11,6 +11,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,14 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     # Processes may compile at once; the last replaces the others.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
-        _run([compiler, *options, *map(str, sources), "-o", str(made), "-lm"])
+        objects = [str(made.with_name(f"{source.stem}.o")) for source in sources]
+        compiles = [
+            [compiler, *options, "-c", str(source), "-o", made_of]
+            for source, made_of in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor() as pool:  # seconds each
+            list(pool.map(_run, compiles))
+        _run([compiler, *options, *objects, "-o", str(made), "-lm"])
         return made.replace(path)
 
 

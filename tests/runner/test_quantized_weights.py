@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from support.models import tiny_models
@@ -99,3 +100,13 @@ def test_models_that_run_through_transformers_are_refused(tmp_path: Path) -> Non
     tiny_models.save(tiny_models.gpt2, tmp_path)
     with pytest.raises(ConfigError, match="quantization is fp8: GPT2LMHeadModel runs through transformers"):
         parts_of(tmp_path, quantization="fp8")
+
+
+@pytest.mark.parametrize("setting", ["quantization", "pressure_quantization"])
+def test_weights_that_cannot_be_rounded_are_named(tmp_path: Path, setting: str) -> None:
+    tiny_models.save(lambda: tiny_models.llama(intermediate_size=128), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.q_proj.weight, or .* not finite"):
+        parts_of(tmp_path, **{setting: "int8"})

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.functional import embedding, linear
 
+from tidewheel.errors import ConfigError
 from tidewheel_kernels import FP8, invariant_linear, quantize_rows, scaled_linear
 from tidewheel_kernels.decode_layers import LinearWeights
 from tidewheel_kernels.grouped_linear import (
@@ -74,7 +75,7 @@ class Linear:
     def fill(self, parts: Sequence[torch.Tensor | GroupedWeights]) -> None:
         """Hold the matrices [outputs, in_features] of `parts` in the layer's format."""
         if isinstance(self.format, GroupFormat):
-            joined = join_outputs([_grouped(part, self.format) for part in parts])
+            joined = join_outputs([self._grouped(part, self.format) for part in parts])
             self._groups = arrange(joined, self.weight.dtype)
         else:
             floats = [dequantize(part) if isinstance(part, GroupedWeights) else part for part in parts]
@@ -82,7 +83,22 @@ class Linear:
 
     def add_copy(self, form: GroupFormat) -> None:
         """Make a quantised copy of the weights, all loaded. Call before `pack`."""
-        self._copy = arrange(quantize_groups(self.weight, form.bits, form.group_size), self.weight.dtype)
+        self._copy = arrange(self._grouped(self.weight, form), self.weight.dtype)
+
+    def _grouped(self, part: torch.Tensor | GroupedWeights, wanted: GroupFormat) -> GroupedWeights:
+        """Return a matrix in at most the wanted bits. Raise `ConfigError` for weights that cannot be rounded."""
+        if isinstance(part, GroupedWeights):
+            if part.bits <= wanted.bits:
+                return part
+            part = dequantize(part)
+        try:
+            return quantize_groups(part, wanted.bits, wanted.group_size)
+        except ValueError as error:
+            name = next(iter(self.parts), "model.embed_tokens.weight")
+            raise ConfigError(
+                f"{name}, or a matrix held with it, cannot be rounded: {error}; set quantization and "
+                "pressure_quantization to none"
+            ) from None
 
     def use_copy(self, is_used: bool) -> None:
         """Compute with the quantised copy, or with the layer's own weights again."""
@@ -122,14 +138,6 @@ class InvariantLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return invariant_linear(x, self.weight, self.bias)
-
-
-def _grouped(part: torch.Tensor | GroupedWeights, wanted: GroupFormat) -> GroupedWeights:
-    if isinstance(part, GroupedWeights):
-        if part.bits <= wanted.bits:
-            return part
-        part = dequantize(part)
-    return quantize_groups(part, wanted.bits, wanted.group_size)
 
 
 def stored_as_dtype(_names: Sequence[str]) -> MatrixFormat:

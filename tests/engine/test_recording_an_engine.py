@@ -45,7 +45,7 @@ def test_its_steps_calibrate_a_cost_model(recording: Path) -> None:
     model = calibrated(recording)
     assert model.fit["num_steps"] > 60
     assert model.kv_bytes_per_token > 0 and model.block_size == 16 and model.num_blocks == 12
-    assert model.turn_overhead_s > 0
+    assert model.turn_seconds(8) > 0
 
 
 def test_nobody_else_may_read_it(recording: Path) -> None:

@@ -12,13 +12,26 @@ from contextlib import contextmanager
 import torch
 
 READS = 12
+BUSY = """
+import os, sys
+os.nice(int(sys.argv[1]))
+if os.path.exists("/proc/self/autogroup"):
+    open("/proc/self/autogroup", "w").write(sys.argv[1])
+print(flush=True)
+while True:
+    pass
+"""
 
 
 @contextmanager
 def busy_processes(count: int, nice: int = 0) -> Iterator[None]:
-    """Keep `count` processes busy, which add `nice` to their niceness."""
-    command = [sys.executable, "-c", f"import os; os.nice({nice}); print(flush=True)\nwhile True: pass"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    """Keep `count` processes busy at niceness `nice` >= 0, each in a session of its own, as another user's is.
+
+    Linux weighs sessions first where autogroups are on; the niceness of a group then counts, not that of its process
+    (sched(7)).
+    """
+    command = [sys.executable, "-c", BUSY, str(nice)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(count)]
     try:
         for process in processes:
             assert process.stdout is not None

@@ -16,7 +16,7 @@ import argparse
 import importlib.util
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ TYPES = ("Q4_1", "Q8_0")
 STREAMS = (1, 4, 16)
 GOALS = {1: 1.2, 4: 1.5, 16: 2.5}  # tokens/s of ours over llama.cpp's
 PROMPT_WORDS, WARM_UP_TOKENS, SEARCH_TOKENS = 32, 8, 32
+HOPELESS = 0.25  # of another setting's tokens/s: not tried with more streams
 MODEL_NAME = "model"
 TEXT = "a tuple is the file of an index to open and close in when it returns each line with value or object"
 Send = Callable[[Sequence[str], int], StreamsRun]
@@ -73,18 +74,25 @@ def search(model: Path, options: argparse.Namespace, condition: Condition) -> di
     """Return llama.cpp's tokens/s by settings and number of streams."""
     found: dict[LlamaSettings, dict[int, float]] = {}
     tried = list(candidates(options.threads, max(options.streams)))[: options.candidates]
-    for settings in tried if condition == Condition() else tried[:4]:  # threads and spinning matter beside others
+    if condition != Condition():
+        tried = sorted(tried[:4], key=lambda one: one.threads)  # threads and spinning matter beside others
+    for settings in tried:
+        rates = found[settings] = {}
         with llama_server(options.llama_server, model, settings) as server:
             send = over_http(server.address, LlamaDialect())
             send(texts(-1, 1), WARM_UP_TOKENS)
             with condition():
-                found[settings] = {
-                    count: round(send(texts(0, count), SEARCH_TOKENS).figures["tokens_per_s"], 1)
-                    for count in options.streams
-                    if count <= settings.slots
-                }
-        print(condition.name, " ".join(settings.flags()), found[settings], flush=True)
+                for count in options.streams:
+                    if count > settings.slots or is_hopeless(rates, found.values()):
+                        break
+                    rates[count] = round(send(texts(0, count), SEARCH_TOKENS).figures["tokens_per_s"], 1)
+        print(condition.name, " ".join(settings.flags()), rates, flush=True)
     return found
+
+
+def is_hopeless(rates: Mapping[int, float], found: Iterable[Mapping[int, float]]) -> bool:
+    """Return whether another setting was several times as fast: threads that spin on one free core are that slow."""
+    return any(rate < HOPELESS * other.get(count, 0.0) for count, rate in rates.items() for other in found)
 
 
 @contextmanager

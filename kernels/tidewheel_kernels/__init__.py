@@ -1,9 +1,9 @@
 """Device operations of an LLM engine, one folder each.
 
-    __init__.py          operation: arguments, checks, call of the implementation chosen by `choice`
-    reference.py         tensors, and the definition in plain torch
+    __init__.py          operation: arguments, checks, choice of an implementation
+    reference.py         definition in plain torch
     triton_kernels.py    triton-lang kernels and launchers, for a GPU
-    cpu.py               torch operations and the launcher of the C kernel, for a CPU
+    cpu.py               torch operations or the C kernel, for a CPU
 
 Implementations take the same arguments, without defaults. Files named ``triton_`` are imported when the first kernel
 runs. Launches use the current CUDA device.

@@ -69,7 +69,7 @@ class CompileReport:
 
     @property
     def resident(self) -> int:
-        """Number of programs that fit a multiprocessor; warps get registers in units of 256."""
+        """Programs that fit a multiprocessor; warps get registers by 256."""
         warp_registers = 256 * -(-32 * self.registers // 256)
         shared = 128 * -(-(self.shared + SHARED_RESERVED) // 128)
         by_registers = REGISTERS_PER_SM // max(warp_registers * self.num_warps, 1)

@@ -32,7 +32,7 @@ _STREAMING = {
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Numbers of instructions in a kernel's code; wide means 16 bytes per thread."""
+    """Numbers of instructions of a kernel; wide: 16 bytes per thread."""
 
     tma_loads: int
     wgmma: int

@@ -45,7 +45,7 @@ def add_operation(name: str) -> None:
 
 
 def preferences() -> dict[str, Preference]:
-    """Parse `TIDEWHEEL_KERNELS`: a preference by operation, "" for all others. Raise `KernelUnavailable`."""
+    """Parse `TIDEWHEEL_KERNELS`: preferences by operation, "" for others. Raise `KernelUnavailable`."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     found: dict[str, Preference] = {"": "auto"}
     for item in filter(None, value.split(",")):
@@ -93,7 +93,7 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
 
 
 def runs_triton(device_type: str) -> bool:
-    """Return whether all operations on tensors of this device are triton-lang kernels."""
+    """Return whether this device uses triton-lang kernels alone."""
     return all(choose(device_type, kind, has_cpu=False) == "triton" for kind in preferences().values())
 
 

@@ -25,13 +25,13 @@ RESIDENT_PROGRAMS_PER_SM = 3
 # One-warp programs; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
 MIN_DOT_SIZE = 16  # of tl.dot
-# Programs per tile of rows on any device, so that sums follow from the matrix.
+# Per tile of rows on any device, so that sums follow from the matrix.
 LINEAR_PROGRAMS = 128
 MIN_INPUTS_PER_SPLIT = 512
 MAX_LINEAR_SPLITS = 8
 GROUPED_PROGRAMS = 264  # two for each of 132 multiprocessors
 MIN_GROUPED_INPUTS = 256  # per split
-# Per thread of four warps, for three resident programs; conversion of 8-bit floats takes ten more.
+# For three resident programs of four warps; conversion of 8-bit floats takes ten more.
 FP8_REGISTERS = 168
 # Warpgroup instructions read keys from shared memory, which leaves registers for larger tiles.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
@@ -67,7 +67,7 @@ def cdiv(a: int, b: int) -> int:
 
 @lru_cache
 def row_config(size: int) -> LaunchConfig:
-    """Return a configuration with a program per row, 16 elements per thread."""
+    """Return a program per row, 16 elements per thread."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 
@@ -79,7 +79,7 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 class VocabularyConfig(NamedTuple):
-    """Split of a row of logits among programs. Only the vocabulary size sets it, so no token depends on its batch."""
+    """Split of a row of logits among programs, by vocabulary size alone: no token depends on its batch."""
 
     chunk: int  # logits per partial result
     num_chunks: int
@@ -109,14 +109,14 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return how many programs split a row in the first launch: small ones, so that none ends long after the rest."""
+    """Return the programs that split a row in the first launch; small ones end together."""
     wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
     tiles = cdiv(num_tiles, min(wanted, num_tiles))
     return cdiv(num_tiles, tiles)
 
 
 def copy_config(size: int) -> LaunchConfig:
-    """Return a configuration with 32 elements per thread: four loads of 16 bytes before the first store."""
+    """Return 32 elements per thread: four loads of 16 bytes before the first store."""
     block = min(max(next_power_of_2(size), 32), 4096)
     return LaunchConfig(block, num_warps=min(max(block // 1024, 1), 4))
 
@@ -151,7 +151,7 @@ def prefill_config(
 
 
 def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
-    """Return the number of blocks to declare in a TMA descriptor: `shape[0]`, or more for some tensors over 2 GiB.
+    """Return the blocks to declare in a TMA descriptor: `shape[0]`, or more for some tensors over 2 GiB.
 
     triton-lang 3.8 and 3.9 count bytes in signed 32 bits, and take these for small. Loads stay within the real
     blocks.
@@ -168,7 +168,7 @@ def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: 
 def decode_config(
     head_dim: int, group: int, block_size: int, element_size: int, *, fp8: bool = False
 ) -> AttentionConfig:
-    """Return small tiles, with the next tile in flight: decode kernels wait for memory."""
+    """Return small tiles, with the next in flight: decodes wait for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
@@ -180,7 +180,7 @@ def decode_config(
 
 
 class LinearConfig(NamedTuple):
-    """Tiles and splits of a matrix product. Only the matrix sets them, so that a row does not depend on its batch."""
+    """Tiles and splits of a matrix product, by the matrix alone: no row depends on its batch."""
 
     block_m: int  # rows
     block_n: int  # outputs
@@ -193,7 +193,7 @@ class LinearConfig(NamedTuple):
 
 @lru_cache
 def linear_config(out_features: int, in_features: int, element_size: int) -> LinearConfig:
-    """Return tiles suited to prompts, and enough splits for one tile of rows to fill a large device."""
+    """Return tiles for prompts, and splits with which one tile of rows fills a large device."""
     if element_size > 2:
         block_m, block_n, block_k, num_warps, num_stages = 32, 64, 16, 4, 2
     else:
@@ -206,7 +206,7 @@ def linear_config(out_features: int, in_features: int, element_size: int) -> Lin
 
 @lru_cache(4096)
 def grouped_config(num_rows: int, out_features: int, in_features: int, element_size: int) -> LinearConfig:
-    """Return tiles for weights of 4 and 8 bits: small ones for decodes, and splits that fill a large device."""
+    """Return tiles for weights of 4 and 8 bits, small ones for decodes, and splits."""
     if element_size > 2:
         block_m, block_n, block_k, num_warps, num_stages = 16, 64, 32, 4, 2
     elif num_rows <= MIN_DOT_SIZE:
@@ -227,7 +227,7 @@ class DecodeSplits(NamedTuple):
 
 @lru_cache
 def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> DecodeSplits:
-    """Return limits of extra programs and keys per split, from host values: a CUDA graph freezes both."""
+    """Return extra programs and keys per split, from host values: CUDA graphs freeze both."""
     wanted, resident = (
         cdiv(PROGRAMS_PER_SM * num_sms, num_kv_heads),
         RESIDENT_PROGRAMS_PER_SM * num_sms // num_kv_heads,
@@ -239,7 +239,7 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 
 def splits_none(seq_lens: npt.NDArray[np.int32], limits: DecodeSplits) -> bool:
-    """Return whether `limits` let no decode be split, whatever the tiles and the window."""
+    """Return whether `limits` let no decode be split."""
     longest = int(seq_lens.max())
     return longest <= limits.min_keys or longest * limits.extra <= int(seq_lens.sum())
 
@@ -256,7 +256,7 @@ def architecture(device: torch.device) -> int:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Return whether small kernels start before the previous one ends (programmatic dependent launch)."""
+    """Return whether small kernels start before the previous ends (programmatic dependent launch)."""
     return is_on("dependent_launch") and architecture(device) >= 90
 
 

@@ -1,7 +1,6 @@
 """Direct launch of compiled kernels: triton-lang's own path takes 15 to 40 µs of host time.
 
-triton-lang specialises on types, multiples of 16 and ones. A `KernelLauncher` has fixed numbers, so a call checks
-only the tensors' types and addresses.
+A `KernelLauncher` has fixed numbers, so a call checks only the tensors' types and addresses.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from triton.runtime import driver
 ENVIRONMENT_VARIABLE = "TIDEWHEEL_LAUNCH"  # "triton": never direct
 MAX_LAUNCHES = 512  # per kernel
 ALIGNMENT = 16
-# Versions whose compiled kernels take the same arguments.
+# Their compiled kernels take the same arguments.
 FIRST_VERSION, END_VERSION = (3, 6), (3, 10)
 Direct = Callable[[tuple[int, ...], tuple[Any, ...]], object]  # (grid and stream), arguments
 _RUNTIME = knobs.runtime  # profilers set its hooks

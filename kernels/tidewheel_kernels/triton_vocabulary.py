@@ -32,7 +32,7 @@ def chunk_weights(x, maxima, scale):
 
 @triton.jit
 def load_maxima(maxima_ptr, num_chunks, CHUNKS: tl.constexpr):
-    """Return the chunk maxima, the largest, and whether the row is usable: no NaN or +inf, and a finite logit."""
+    """Return chunk maxima, the largest, and whether the row has no NaN or +inf, and a finite logit."""
     chunk = tl.arange(0, CHUNKS)
     maxima = tl.load(maxima_ptr + chunk, mask=chunk < num_chunks, other=float("-inf"))
     max_logit = tl.max(maxima, axis=0)
@@ -50,7 +50,7 @@ def middle(low, high):
 
 @triton.jit
 def search(x, measure, low, high, target):
-    """Return the largest t in `x` where `measure`, summed over all x >= t, reaches `target`; `low` if there is none.
+    """Return the largest t in `x` where `measure`, summed over x >= t, reaches `target`, or `low`.
 
     `high` is the largest element of `x`. Each pass drops at least one candidate.
     """
@@ -71,7 +71,7 @@ def element(values, index, SIZE: tl.constexpr):
 
 @triton.jit
 def crossing(weight, cumulative, target, SIZE: tl.constexpr):
-    """Return the first lane with a weight whose `cumulative` exceeds `target`; if rounding hides it, the last one."""
+    """Return the first weighted lane whose `cumulative` exceeds `target`, else the last."""
     lane = tl.arange(0, SIZE)
     first = tl.min(tl.where((cumulative > target) & (weight > 0.0), lane, SIZE), axis=0)
     last = tl.max(tl.where(weight > 0.0, lane, 0), axis=0)

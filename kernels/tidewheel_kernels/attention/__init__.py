@@ -89,7 +89,7 @@ def paged_attention_native(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Compute attention in C; in torch with `scales`, or with over `MAX_GROUP` query heads per KV head."""
+    """Compute attention in C; in torch with `scales` or over `MAX_GROUP` query heads per KV head."""
     if scales is not None or q.shape[1] > MAX_GROUP * k_cache.shape[2]:
         paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
         return

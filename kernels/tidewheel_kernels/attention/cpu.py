@@ -22,10 +22,7 @@ def paged_attention_cpu(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Compute attention in torch, by groups of rows: gather keys and values, then attend densely.
-
-    The plan is made once per `AttentionMetadata` object, whose tensors must not change meanwhile.
-    """
+    """Compute attention in torch, by groups of rows: gather keys and values, then attend densely."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if scales is not None:
         by_head = scales.to(q.dtype).repeat_interleave(q.shape[1] // num_kv_heads, dim=1).unsqueeze(-1)

@@ -12,14 +12,14 @@ from tidewheel_kernels.attention.metadata import AttentionMetadata
 
 Ints = npt.NDArray[np.int64]
 
-# Longer chunks are cut, which keeps masks small.
+# Longer chunks are cut, for small masks.
 MAX_QUERY_LEN = 256
 # Padded keys that cost less than a call (0.4 µs to 40 µs).
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
-# Longer chunks join only equal numbers of keys: two of 256 queries and 2,500 keys took 4.7 ms together, 1.9 ms apart.
+# Longer chunks join only equal numbers of keys: two of 256 queries took 4.7 ms together, 1.9 ms apart.
 MAX_PADDED_QUERY_LEN = 16
-# Keys of a group fit the second-level cache: 64 decodes of 20 to 200 keys took 3.5 ms a layer with 2 MiB, 2.9 ms so.
+# Keys of a group fit the second-level cache: 64 decodes took 2.9 ms a layer, with 2 MiB 3.5 ms.
 MAX_GATHERED_BYTES = 1 << 19
 
 
@@ -35,7 +35,7 @@ class PlanKey(NamedTuple):
 class AttentionGroup(NamedTuple):
     """Pieces of equal query length that one attention call computes.
 
-    Single queries gather keys with all KV heads, as few long rows are faster; longer pieces once per query head.
+    Single queries gather keys with all KV heads, in few long rows; longer pieces once per query head.
     """
 
     num_seqs: int
@@ -97,7 +97,7 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> QueryPieces:
 
 
 def grouped(pieces: QueryPieces, max_keys: int) -> Iterator[QueryPieces]:
-    """Yield groups of pieces with little padding. Several pieces have at most `max_keys` keys, padding included."""
+    """Yield groups of pieces, padded to at most `max_keys` keys if there are several."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()

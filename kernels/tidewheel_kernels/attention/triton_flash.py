@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptCall(NamedTuple):
-    """Properties of prompts that decide whether FlashAttention-3 supports them."""
+    """Properties of prompts that FlashAttention-3 may refuse."""
 
     device: torch.device
     dtype: torch.dtype
@@ -97,7 +97,7 @@ def objection_here(call: PromptCall) -> str | None:
 
 
 def objection(call: PromptCall, version: tuple[int, ...], capability: int, has_library: bool) -> str | None:
-    """Return why FlashAttention-3 does not support such prompts, as the predicate of a sentence, or None."""
+    """Return why FlashAttention-3 does not support such prompts, or None."""
     dtype, of_cache = (str(name).removeprefix("torch.") for name in (call.dtype, call.cache_dtype))
     checks = (
         (version >= FIRST_TORCH, f"needs torch {FIRST_TORCH[0]}.{FIRST_TORCH[1]}, not {version[0]}.{version[1]}"),

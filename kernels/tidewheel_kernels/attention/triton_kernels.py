@@ -1,7 +1,7 @@
 """Launchers of attention, and the kernel for prompts: a program per tile of queries and KV head.
 
-Decodes go to `triton_decode`, unless results must be invariant. With TMA, the tensor memory accelerator copies boxes
-of keys and values.
+Decodes go to `triton_decode`, unless results must be invariant. With TMA, the tensor memory accelerator copies keys
+and values.
 """
 
 from functools import lru_cache
@@ -75,7 +75,7 @@ def _key_tiles(
     HAS_WINDOW: tl.constexpr,
     ONE_LOOP: tl.constexpr,
 ):
-    """Return tile numbers (first, full, masked, end): in tiles [full, masked) all queries see all keys.
+    """Return tiles (first, full, masked, end): in [full, masked) all queries see all keys.
 
     With ONE_LOOP, masked is first.
     """
@@ -295,9 +295,9 @@ def invariant_attention(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Compute `paged_attention` so that a query's result is bitwise the same in any batch.
+    """Compute `paged_attention`, for a query bitwise the same in any batch.
 
-    Decodes and prompts use one kernel and loop: each query adds its keys tile by tile, in order.
+    Decodes and prompts use one kernel: each query adds its keys tile by tile.
     """
     shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     tile, fp8 = (shape.head_dim, shape.group, shape.block_size, q.element_size()), scales is not None

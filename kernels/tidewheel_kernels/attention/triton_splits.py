@@ -128,7 +128,7 @@ def plan_splits_kernel(
     if tl.program_id(0) == 0:
         for chunk in range(0, extra, BLOCK_SEQS):
             spare = chunk + tl.arange(0, BLOCK_SEQS)
-            # Programs read their sequence's length before they know that they have no split.
+            # Programs read their sequence's length first.
             row_ptr = programs_ptr + (num_programs + spare) * FIELDS
             is_spare = num_programs + spare < num_seqs + extra
             tl.store(row_ptr, 0, mask=is_spare)
@@ -136,7 +136,7 @@ def plan_splits_kernel(
             tl.store(merges_ptr + spare * FIELDS + 2, 0, mask=(spare >= num_seqs) & (spare < extra))
 
 
-# By limits, tile and window; once per `AttentionMetadata`, whose lengths must not change meanwhile.
+# By limits, tile and window; once per `AttentionMetadata`.
 _plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[object, ...], SplitPlan | None]] = WeakKeyDictionary()
 
 
@@ -153,7 +153,7 @@ def _planner(block_n: int, sliding_window: int) -> KernelLauncher:
 
 
 def split_plan(meta: AttentionMetadata, limits: DecodeSplits, block_n: int, sliding_window: int) -> SplitPlan | None:
-    """Return the plan, made on the device at the first layer; None if it would split no decode."""
+    """Return the plan, made on the device at the first layer; None if nothing is split."""
     if limits.extra == 0:
         return None
     plans = _plans.get(meta)

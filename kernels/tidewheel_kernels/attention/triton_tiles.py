@@ -88,7 +88,7 @@ def attend_tiles(
 @triton.jit
 def _load_tile(tile_ptr, key, column, seq_len, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     if MASKED:
-        # Slots past the end may hold NaN, which zero weights would keep.
+        # Slots past the end may hold NaN.
         tile = tl.load(tile_ptr, mask=(key[:, None] < seq_len) & (column < HEAD_DIM), other=0.0)
     elif BLOCK_D == HEAD_DIM:
         tile = tl.load(tile_ptr)
@@ -99,7 +99,7 @@ def _load_tile(tile_ptr, key, column, seq_len, MASKED: tl.constexpr, HEAD_DIM: t
 
 @triton.jit
 def store_rows(row_ptr, acc, row_sum, v_scale, mask):
-    """Store attention outputs, values divided by weights; zero for a row without keys."""
+    """Store values divided by weights, zero for a row without keys."""
     result = acc * v_scale / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(row_ptr, result.to(row_ptr.dtype.element_ty), mask=mask)
 

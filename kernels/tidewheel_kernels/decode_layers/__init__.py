@@ -1,6 +1,6 @@
 """All layers of a Llama-like decoder in one C call, for decode steps of few rows on a CPU.
 
-Such a step has nine operations a layer, most of which take less time than a call from Python.
+Most operations of such a step take less time than a call from Python.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HeadShape(NamedTuple):
 
 
 def fits_decode_layers(layers: Sequence[LayerWeights], heads: HeadShape) -> bool:
-    """Return whether the C kernels know all layouts, and the environment allows them."""
+    """Return whether C kernels know all layouts and are allowed."""
     known = all(linear.weights.address for layer in layers for linear in layer.linears)
     allowed = all(preference_for(name) == "auto" for name in (NAME, *REPLACED))
     return (
@@ -72,7 +72,7 @@ def fits_decode_layers(layers: Sequence[LayerWeights], heads: HeadShape) -> bool
 
 
 class DecodeLayers:
-    """Layers that `fits_decode_layers` accepts. Weights must stay where they are, and one step runs at a time."""
+    """Layers that `fits_decode_layers` accepts, whose weights do not move. One step runs at a time."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class DecodeLayers:
         self._caches: Sequence[LayerCache] = ()
 
     def _allocate(self, layer: LayerWeights) -> dict[str, torch.Tensor]:
-        """Allocate what the stages of a step hand on."""
+        """Allocate buffers between stages."""
         rows = self.max_rows
         inputs = max(linear.weights.in_features for linear in layer.linears)
         widths = {
@@ -121,7 +121,7 @@ class DecodeLayers:
     ) -> torch.Tensor:
         """Replace `x` [T, hidden], embeddings of at most `max_rows` decodes, by the last layer's output.
 
-        Return the residual [T, hidden]. `positions` are [T] int64; `caches` has an entry for each layer.
+        Return the residual [T, hidden]. `positions` are [T] int64.
         """
         if caches is not self._caches:
             self._use_caches(caches)

@@ -30,7 +30,7 @@ WORDS_PER_INPUT_GROUP = INPUT_GROUP // 4 + 3  # codes of 8 bits, scale, sum, and
 
 
 def arrange(weights: GroupedWeights, dtype: torch.dtype) -> ArrangedWeights:
-    """Return weights in the layout that is fastest for inputs of `dtype`: lanes for C, else as they are."""
+    """Return weights in lanes for the C kernel, else as they are."""
     on_cpu = weights.codes.device.type == "cpu" and preference_for("grouped_linear") == "auto"
     return LaneWeights(weights) if on_cpu and native_library(dtype) is not None else weights
 
@@ -42,7 +42,7 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Return ``x @ weights.T + bias`` [num_rows, out_features] in x's dtype; sums are float32.
 
-    The C kernel rounds x to 8 bits, with a scale by row and 32 inputs. A row with NaN or infinity changes no other.
+    The C kernel rounds x to 8 bits, with a scale by row and 32 inputs. NaN or infinity stays in its row.
     """
     if x.shape[1] != weights.in_features:
         raise ValueError(f"x has {x.shape[1]} inputs, and the weights {weights.in_features}")

@@ -1,4 +1,4 @@
-"""Layout of `GroupedWeights` for the C kernel: outputs side by side in the lanes of a vector."""
+"""`GroupedWeights` for the C kernel: outputs side by side in a vector's lanes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Matrix(ctypes.Structure):
 
 
 class LaneWeights:
-    """Weights by blocks of `LANES` outputs. The tensors stay where they are: the C kernel has their addresses."""
+    """Weights by blocks of `LANES` outputs, at addresses that the C kernel has."""
 
     def __init__(self, weights: GroupedWeights) -> None:
         codes = weights.codes.contiguous()

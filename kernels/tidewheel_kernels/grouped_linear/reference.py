@@ -7,7 +7,7 @@ import torch
 
 Bits = Literal[4, 8]
 GROUP_SIZES = (32, 64, 128)
-INPUT_GROUP = 32  # successive inputs that the C kernel rounds with one scale
+INPUT_GROUP = 32  # inputs that the C kernel rounds with one scale
 LARGEST = 127  # magnitude of a number rounded to 8 bits
 LEAST = 2.0**-100  # magnitude whose reciprocal is finite
 
@@ -22,7 +22,7 @@ class _Fields(NamedTuple):
 class GroupedWeights(_Fields):
     """Matrix [out_features, in_features] ``scales * codes + minimums``; successive inputs of an output share a scale.
 
-    Codes of 4 bits are two a byte: the low half of byte ``i`` is input ``2 * i``, the high half ``2 * i + 1``.
+    Of 4 bits, byte ``i`` has input ``2 * i`` in its low half, and ``2 * i + 1`` in its high half.
     """
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class GroupedWeights(_Fields):
 
 
 def _check(weights: GroupedWeights) -> None:
-    """Raise `ValueError` for parts that are no matrix together; scales are not read."""
+    """Raise `ValueError` for parts that do not fit; scales are not read."""
     codes, scales, minimums, bits = weights
     if bits not in (4, 8) or codes.dtype != torch.uint8 or codes.dim() != 2:
         raise ValueError(f"codes are [out, in * bits / 8] uint8 of 4 or 8 bits; got {_shown(codes)}, {bits} bits")
@@ -118,8 +118,7 @@ def dequantize(weights: GroupedWeights) -> torch.Tensor:
 def join_outputs(parts: Sequence[GroupedWeights]) -> GroupedWeights:
     """Stack the outputs of matrices with the same inputs, exactly.
 
-    Where parts differ, 4 bits become 8, groups are split, and minimums added. Raise `ValueError` where such a minimum
-    is too large for float16.
+    Where they differ, 4 bits become 8, groups are split, and minimums added. Raise `ValueError` beyond float16.
     """
     size = min(part.group_size for part in parts)
     bits = max(part.bits for part in parts)

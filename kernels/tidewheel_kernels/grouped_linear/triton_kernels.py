@@ -1,7 +1,7 @@
-"""Products of float rows with weights of 4 and 8 bits, which become floats of the rows' dtype in registers.
+"""Products of float rows with weights of 4 and 8 bits, which become floats in registers.
 
-Weights are the left operand, which tensor cores take from registers. Where a product has few tiles, several programs
-share the inputs of each, and a second kernel adds their sums.
+Weights are the left operand, which tensor cores take from registers. With few tiles, several programs share each, and
+a second kernel adds their sums.
 """
 
 from functools import lru_cache

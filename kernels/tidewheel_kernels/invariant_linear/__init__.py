@@ -13,7 +13,7 @@ def invariant_linear(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` [num_tokens, out_features] in x's dtype; products and sums are float32.
 
-    The triton-lang kernel's result for a row is bitwise the same beside any other rows; the reference's may differ.
+    The triton-lang kernel's result for a row is bitwise the same beside any other rows.
     """
     if weight.dtype != x.dtype or x.shape[1] != weight.shape[1] or not weight.is_contiguous():
         raise ValueError(

@@ -1,7 +1,7 @@
 """Matrix product that cuts the inner dimension into fixed splits and adds their sums in order.
 
-For many rows, a program computes all splits of a tile. For few rows, it computes one, and a second kernel adds them.
-Both ways give the same bits: one compiled kernel computes splits, and stored sums are float32.
+For many rows, a program computes all splits of a tile; for few rows one, and a second kernel adds them, with the same
+bits.
 """
 
 from functools import lru_cache

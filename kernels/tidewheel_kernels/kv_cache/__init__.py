@@ -42,7 +42,7 @@ def copy_blocks(
     src: torch.Tensor,  # [num_copies] int64
     dst: torch.Tensor,  # like src
 ) -> None:
-    """Copy block ``src[i]`` to block ``dst[i]`` in every cache. Caches stacked in one tensor take one launch.
+    """Copy block ``src[i]`` to ``dst[i]`` in every cache; caches stacked in one tensor take one launch.
 
     Elements of a block must be contiguous. No block may be in `dst` twice, or in both `src` and `dst`.
     """

@@ -1,8 +1,7 @@
 """Log-probabilities with one read of each logit.
 
-The first launch stores, for each chunk of 512 logits, the largest logit, the sum of exponentials, and the number of
-logits not below the chosen token's. The second combines chunks, and finds each next likeliest token in the chunk with
-the largest maximum.
+The first launch stores, for each chunk of 512 logits, the largest, the sum of exponentials, and the number not below
+the chosen token's. The second combines them, and finds each next token in the chunk of largest maximum.
 """
 
 import torch

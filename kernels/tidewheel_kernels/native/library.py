@@ -153,7 +153,7 @@ def _run(command: list[str]) -> str:
 
 
 def processor() -> str:
-    """Return machine type and CPU flags, in lower case: machines may share the folder of libraries."""
+    """Return machine type and CPU flags, in lower case: machines may share libraries."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").lower().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Products with weights that oneDNN packed, on a CPU: oneDNN's own for many rows, a C kernel's for few.
+"""Products with weights that oneDNN packed, on a CPU: by oneDNN for many rows, by a C kernel for few.
 
-Weights are in memory once: the kernel reads oneDNN's layout, where it is one that the kernel knows.
+The kernel reads oneDNN's layout, where it knows the layout, so that weights are in memory once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKerne
 
 logger = logging.getLogger(__name__)
 
-# Rows for which oneDNN chooses its layout; the layout for 16 and more also suits fewer.
+# Rows for which oneDNN chooses its layout, which suits fewer too.
 PACKED_ROWS = 64
 FINELY_PADDED_ROWS = 64
 # More rows are faster in oneDNN (benchmarks/engine/cpu_kernels.py).
@@ -40,7 +40,7 @@ class _BlockedMatrix(ctypes.Structure):
 
 
 class PackedWeights:
-    """Weights [out_features, in_features] in oneDNN's layout. `address` is for C kernels; None: not to be used."""
+    """Weights [out_features, in_features] in oneDNN's layout; `address` for C kernels, or None."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
@@ -56,7 +56,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def _blocked(weight: torch.Tensor, packed: torch.Tensor) -> _BlockedMatrix | None:
-    """Describe packed weights, and compare them with `weight`, so that nothing depends on oneDNN's version."""
+    """Describe packed weights, compared with `weight`: oneDNN's versions differ. None: unknown."""
     if preference_for(NAME) != "auto" or native_library(weight.dtype) is None:
         return None
     readable = hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")
@@ -81,7 +81,7 @@ def _blocked(weight: torch.Tensor, packed: torch.Tensor) -> _BlockedMatrix | Non
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up a number of rows: by one at most in decode steps, else by a quarter. oneDNN keeps 0.5 MB per size."""
+    """Round up rows, by one at most in decode steps, else by a quarter: oneDNN keeps 0.5 MB per size."""
     steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
     return -(-num_rows // step) * step

@@ -42,7 +42,7 @@ def apply_logit_bias(
 ) -> None:
     """Add ``values[i]`` to ``logits[rows[i], token_ids[i]]`` in place; repeated pairs add up.
 
-    Rows and token ids out of range are skipped. Raise `TypeError` unless float32: some devices lack 16-bit atomics.
+    Those out of range are skipped. Raise `TypeError` unless float32: some devices lack 16-bit atomics.
     """
     if logits.dtype != torch.float32:
         raise TypeError(f"logit bias needs float32 logits, got {logits.dtype}; convert with logits.float()")

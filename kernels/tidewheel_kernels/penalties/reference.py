@@ -28,7 +28,7 @@ class PenaltyTensors:
 
 @dataclass(frozen=True, eq=False)
 class WordTensors:
-    """W forbidden words (token sequences), with rows. A word has at most one token more than its row's history."""
+    """W forbidden words (token sequences), at most one token longer than their rows' histories."""
 
     rows: torch.Tensor  # [W] int32, in [0, B)
     starts: torch.Tensor  # [W] int32, ascending

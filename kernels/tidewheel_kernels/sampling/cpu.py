@@ -36,7 +36,7 @@ def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Ten
 
 
 def greedy_tokens_cpu(logits: torch.Tensor) -> GreedyTokens:
-    """Return `greedy_tokens`, but search an index only in the part of the row with the maximum.
+    """Return `greedy_tokens`, with an index searched only beside the maximum.
 
     Torch does not vectorise argmax ([40, 32000], float32: 1.08 -> 0.17 ms).
     """
@@ -59,7 +59,7 @@ class _Thresholds(NamedTuple):
 
 
 def _temperature_weights(values: torch.Tensor, max_logit: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return `temperature_weights`, with 0 for weights that vanish beside the maximum.
+    """Return `temperature_weights`, 0 where they vanish beside the maximum.
 
     Torch takes four times as long for an exponential of -inf.
     """

@@ -137,7 +137,7 @@ def _draw_kept(
         total += tl.sum(_kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, scale), axis=0)
     target = uniform * total
 
-    # The same sums in the same order end at `total`, so exactly one block holds the target.
+    # Equal sums end at `total`, so exactly one block holds the target.
     cumulative = 0.0
     before = 0.0
     first_column = 0

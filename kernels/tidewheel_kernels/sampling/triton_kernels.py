@@ -1,7 +1,7 @@
 """Sampling in two launches: many programs read every logit once, then one program per row chooses.
 
 The first stores the largest logit and the weight of each chunk of 512 logits; from these the second finds the chunks
-to read again. Chunks are combined in one order, so the number of programs does not matter.
+to read again. Chunks are combined in one order, whatever the number of programs.
 """
 
 import torch

@@ -7,7 +7,7 @@ _ADDENDS = torch.zeros(256, 8).masked_fill_(_FORBIDS, float("-inf"))
 
 
 def apply_token_mask_cpu(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-    """Mask logits in place, by a table that turns a byte of `bits` into eight addends, 0 or -inf.
+    """Mask logits in place, by a table of eight addends, 0 or -inf, for a byte of `bits`.
 
     Bit by bit, 32 rows of 4,096 tokens take 0.60 ms, not 0.07.
     """

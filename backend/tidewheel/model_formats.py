@@ -15,7 +15,7 @@ _MAX_HEADER_BYTES = 1 << 20  # searched in a file of weights
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 QUANTIZATION_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8")
 QUANTIZATION_KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}  # and a default method
-OLD_QUANTIZATION_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}  # config.json says nothing
+_OLD_QUANTIZATION_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}  # config.json says nothing
 FLOAT_MODEL = "take the float model that it was made of; quantization int8 or int4 rounds it at load"
 
 
@@ -72,15 +72,13 @@ def _of_files(folder: Path) -> str:
     return f"{folder / 'config.json'}: {said}" if said else ""
 
 
-def old_quantization_file(folder: Path) -> Path | None:
-    """Return the file beside config.json in which older writers describe the quantised tensors of a folder."""
-    found = next((folder / name for name in OLD_QUANTIZATION_FILES if (folder / name).is_file()), None)
-    return found if found and _has_quantised_tensors(folder) else None
-
-
-def _has_quantised_tensors(folder: Path) -> bool:
-    first = min(folder.glob("*.safetensors"), default=None)
-    return first is not None and b'.qweight"' in _first_bytes(first, _MAX_HEADER_BYTES)
+def old_quantization(folder: Path) -> tuple[Path, str] | None:
+    """Return the file in which older writers describe a folder's quantised tensors, and their method."""
+    first = min(folder.glob("*.safetensors"), default=folder)
+    for name, method in _OLD_QUANTIZATION_FILES.items():
+        if (folder / name).is_file() and b'.qweight"' in _first_bytes(first, _MAX_HEADER_BYTES):
+            return folder / name, method
+    return None
 
 
 def _fields(path: Path) -> dict[str, object]:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.study import Study, in_turns
-from tidewheel.models.safetensors_file import SafetensorsFile, plan_chunks
+from tidewheel.models.safetensors_file import read_tensors
 from tidewheel.models.weight_stream import (
     MAX_READERS,
     SLOT_BYTES,
@@ -32,6 +32,7 @@ from tidewheel.models.weight_stream import (
     HostSink,
     RingSink,
     num_readers,
+    plan_chunks,
     stream_chunks,
 )
 
@@ -79,7 +80,7 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
     path = folder / "model.safetensors"
     save_file(tensors, path)
     destinations = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    chunks = plan_chunks([SafetensorsFile(path)], destinations, SLOT_BYTES)
+    chunks = plan_chunks(read_tensors(path), destinations, SLOT_BYTES)
     num_slots = SLOTS_PER_READER * num_readers()
     ring = RingSink(_NoDevice(), num_slots, SLOT_BYTES)
 

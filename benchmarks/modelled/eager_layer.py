@@ -65,7 +65,9 @@ def model_config(shape: Shape) -> ModelConfig:
 def layer_calls(shape: Shape, num_decodes: int) -> Calls:
     """Return calls of one layer of random weights on a prompt and decodes."""
     cos_sin = torch.empty(MAX_MODEL_LEN, shape.head_dim)
-    layer = decoder.DecoderLayer(model_config(shape), 0, decoder.Weights(torch.bfloat16, CPU), cos_sin)
+    layer = decoder.DecoderLayer(
+        model_config(shape), 0, decoder.Weights(torch.bfloat16, CPU, lambda _: None), cos_sin
+    )
     num_tokens, num_seqs = PROMPT_TOKENS + num_decodes, 1 + num_decodes
     ids = torch.zeros(num_tokens, dtype=torch.int64)
     meta = AttentionMetadata(

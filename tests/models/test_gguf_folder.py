@@ -126,9 +126,13 @@ def test_a_folder_is_made_once_and_again_for_another_file(file: Path, cache: Pat
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert resolve_folder(str(file)) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    other = file.with_name("other.gguf")
+    other.write_bytes(file.read_bytes())
+    kept = resolve_folder(str(other))
     os.utime(file, (1, 1))
-    assert resolve_folder(str(file)) != folder
-    assert len(list(cache.iterdir())) == 2
+    anew = resolve_folder(str(file))
+    assert anew != folder
+    assert set(cache.iterdir()) == {anew, kept}
 
 
 def test_a_folder_that_many_make_at_once(file: Path, cache: Path) -> None:

@@ -46,20 +46,19 @@ def test_metadata_and_tensors_are_those_of_the_library(tmp_path: Path, alignment
     for tensor in reader.tensors:
         found = header.tensors[tensor.name]
         assert (found.kind, list(found.shape[::-1])) == (tensor.tensor_type, tensor.shape.tolist())
-        assert header.data_start + found.begin == tensor.data_offset
-        assert found.end - found.begin == tensor.n_bytes
+        assert (found.begin, found.num_bytes) == (tensor.data_offset, tensor.n_bytes)
 
 
 def test_every_truncation_is_refused(file: Path) -> None:
     whole = file.read_bytes()
-    size = read_header(file).tensors["y"].end + read_header(file).data_start
-    for length in range(size):
+    last = read_header(file).tensors["y"]
+    for length in range(last.begin + last.num_bytes):
         file.write_bytes(whole[:length])
         assert "download it again" in refusal(file)
 
 
 def test_every_changed_byte_of_the_header_ends_in_a_refusal_or_a_header(file: Path) -> None:
-    whole, start = file.read_bytes(), read_header(file).data_start
+    whole, start = file.read_bytes(), read_header(file).tensors["x"].begin
     for position in range(start):
         for value in (0, 0xFF, whole[position] ^ 1):
             file.write_bytes(whole[:position] + bytes((value,)) + whole[position + 1 :])
@@ -87,7 +86,7 @@ def tensor(kind: int, *shape: int, begin: int = 0, dimensions: int | None = None
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "claims 8 bytes where 0 are left"),
     "magic": (header(magic=b"GGML"), "begins with b'GGML' instead of GGUF; download"),
-    "pointer": (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS, run git lfs pull"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS; run git lfs pull"),
     "version": (header(version=1), "has version 1, read are 2 and 3"),
     "big-endian": (header(version=3 << 24), "read are 2 and 3 of little-endian files"),
     "keys": (header(num_keys=2**60), f"claims {2**60} items"),

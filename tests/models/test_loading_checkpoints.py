@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def test_a_shard_or_index_that_is_no_file_is_named(sharded: Path, kind: str) -> 
 
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / SINGLE_NAME).unlink()
-    assert "has no weights" in refusal(folder)
+    assert re.search("has no weights: .* run hf download OWNER/NAME FILE.gguf", refusal(folder))
 
 
 def test_a_shard_that_is_absent_is_named(sharded: Path) -> None:
@@ -233,7 +234,7 @@ def test_the_lm_head_of_a_tied_model_is_its_embedding(tmp_path: Path) -> None:
 
 def test_packed_weights_compute_the_same() -> None:
     assert can_pack(torch.float32), "this build of torch lacks oneDNN's packed linear layer"
-    layer = Linear(torch.randn(72, 48), torch.randn(72))
+    layer = Linear(torch.randn(72, 48), torch.randn(72), None, {})
     inputs = [torch.randn(rows, 48) for rows in (0, 1, 5, 64, 200)]
     expected = [layer(x) for x in inputs]
     layer.pack()
@@ -256,6 +257,9 @@ def test_a_download_fetches_data_only(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(
         model_folder, "snapshot_download", lambda name, **kwargs: wanted.update(kwargs) or str(tmp_path)
     )
+    with pytest.raises(ConfigError, match=r"'owner/name' has no config.json .* run hf download owner/name FILE.gguf"):
+        resolve_folder("owner/name")
+    (tmp_path / "config.json").write_text("{}")
     assert resolve_folder("owner/name", "v1", "/models") == tmp_path
     assert (wanted["revision"], wanted["cache_dir"]) == ("v1", "/models")
     assert resolve_folder("owner/name") == tmp_path

@@ -20,7 +20,7 @@ def test_few_row_counts_and_little_waste() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 7, 9, 33, 65])
 def test_padding_does_not_show(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
-    layer = Linear(torch.randn(24, 48, generator=generator), torch.randn(24, generator=generator))
+    layer = Linear(torch.randn(24, 48, generator=generator), torch.randn(24, generator=generator), None, {})
     x = torch.randn(rows, 48, generator=generator)
     expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
     layer.pack()

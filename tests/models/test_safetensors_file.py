@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import (
-    MAX_HEADER_BYTES,
-    HeaderError,
-    SafetensorsFile,
-    parse_header,
-    plan_chunks,
-)
-from tidewheel.models.weight_stream import SLOT_BYTES, HostSink, stream_chunks
+from tidewheel.models.safetensors_file import MAX_HEADER_BYTES, HeaderError, parse_header, read_tensors
+from tidewheel.models.weight_stream import StoredTensor, copy_tensors
 
 
 def entry(begin: int, end: int, **changes: object) -> dict[str, object]:
@@ -36,10 +30,15 @@ def write(path: Path, head: bytes, data: bytes) -> Path:
     return path
 
 
-def read_all(file: SafetensorsFile) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.empty(item.shape, dtype=item.dtype) for name, item in file.entries.items()}
-    stream_chunks(plan_chunks([file], tensors, SLOT_BYTES), HostSink(2), lambda chunk: None)
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    stored = read_tensors(path)
+    tensors = {name: torch.empty(item.shape, dtype=item.kind) for name, item in stored.items()}
+    copy_tensors(stored, tensors, lambda num_bytes: None)
     return tensors
+
+
+def parsed(header: bytes, data_size: int) -> dict[str, StoredTensor]:
+    return parse_header(Path("a"), header, 8 + len(header) + data_size)
 
 
 def test_reads_what_the_library_writes(tmp_path: Path) -> None:
@@ -53,8 +52,7 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         "empty": torch.empty(0, 4),
     }
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    file = SafetensorsFile(tmp_path / "a.safetensors")
-    read = read_all(file)
+    read = read_all(tmp_path / "a.safetensors")
     assert set(read) == set(tensors)
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype
@@ -64,32 +62,33 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "data_size", "message"),
     [
-        (b"[]", 0, "not a JSON object"),
+        (b"[]", 0, "not JSON as it should be"),
         (b"{", 0, "not JSON"),
         (b"\xff\xfe", 0, "not JSON"),
         (b"[" * 100_000, 0, "not JSON"),
-        (b'{"a": 1, "a": 2}', 0, "twice"),
-        (header(a={"dtype": "F32", "shape": [1]}), 4, "must have dtype, shape and data_offsets"),
-        (header(a=entry(0, 4, extra=1)), 4, "must have dtype, shape and data_offsets"),
+        (b'{"a": 1}', 0, "'a': Expected `object`"),
+        (header(a={"dtype": "F32", "shape": [1]}), 4, "'a': .* missing .*data_offsets"),
+        (header(a=entry(0, 4, extra=1)), 4, "'a': .*extra"),
         (header(a=entry(0, 4, dtype="F8_E5M2")), 4, "has dtype 'F8_E5M2'"),
-        (header(a=entry(0, 4, dtype=["F32"])), 4, "has dtype"),
-        (header(a=entry(0, 4, shape=[-1])), 4, "has shape"),
-        (header(a=entry(0, 4, shape=[True])), 4, "has shape"),
-        (header(a=entry(0, 4, shape="1")), 4, "has shape"),
-        (header(a=entry(0, 4, shape=[1] * 9)), 4, "has 9 dimensions"),
+        (header(a=entry(0, 4, dtype=["F32"])), 4, "'a': .*dtype"),
+        (header(a=entry(0, 4, shape=[-1])), 4, "'a': .*shape"),
+        (header(a=entry(0, 4, shape=[2**63])), 4, "'a': .*shape"),
+        (header(a=entry(0, 4, shape=[True])), 4, "'a': .*shape"),
+        (header(a=entry(0, 4, shape="1")), 4, "'a': .*shape"),
+        (header(a=entry(0, 4, shape=[1] * 9)), 4, "'a': .*shape"),
         (header(a=entry(0, 4, shape=[2**40, 2**40])), 4, "has data_offsets"),
-        (header(a=entry(0, 4, data_offsets=[0, 4, 8])), 4, "has data_offsets"),
+        (header(a=entry(0, 4, data_offsets=[0, 4, 8])), 4, "'a': .*data_offsets"),
         (header(a=entry(0, 4, data_offsets=[4, 0])), 4, "has data_offsets"),
-        (header(a=entry(0, 8), b=entry(4, 12)), 12, "overlaps"),
-        (header(a=entry(0, 4), b=entry(8, 12)), 12, "leaves a hole"),
-        (header(a=entry(4, 8)), 8, "leaves a hole"),
+        (header(a=entry(0, 8), b=entry(4, 12)), 12, "'b' begins at byte 4 instead of 8"),
+        (header(a=entry(0, 4), b=entry(8, 12)), 12, "'b' begins at byte 8 instead of 4"),
+        (header(a=entry(4, 8)), 8, "'a' begins at byte 4 instead of 0"),
         (header(a=entry(0, 8)), 4, "need 8 bytes of data, the file has 4"),
         (header(a=entry(0, 4)), 8, "need 4 bytes of data, the file has 8"),
     ],
 )
 def test_bad_headers_are_refused(head: bytes, data_size: int, message: str) -> None:
     with pytest.raises(HeaderError, match=message):
-        parse_header(head, data_size)
+        parsed(head, data_size)
 
 
 @pytest.mark.parametrize(
@@ -97,16 +96,16 @@ def test_bad_headers_are_refused(head: bytes, data_size: int, message: str) -> N
     [
         (b"", "fewer than the length of a header"),
         (b"1234567", "fewer than the length of a header"),
-        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "at most 100000000 are allowed"),
-        ((2**64 - 1).to_bytes(8, "little") + b"{}", "at most 100000000 are allowed"),
-        ((100).to_bytes(8, "little") + b"{}", "the file has 2 after the length"),
+        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "at most 100000000 are read"),
+        ((2**64 - 1).to_bytes(8, "little") + b"{}", "at most 100000000 are read"),
+        ((100).to_bytes(8, "little") + b"{}", "claims 100 bytes of 2"),
     ],
 )
 def test_bad_lengths_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
-        SafetensorsFile(path)
+        read_tensors(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -114,10 +113,10 @@ def test_bad_lengths_are_refused(tmp_path: Path, content: bytes, message: str) -
 @given(st.binary(max_size=200), st.integers(0, 64))
 def test_random_bytes_never_get_past_the_parser(head: bytes, data_size: int) -> None:
     try:
-        entries = parse_header(head, data_size)
+        tensors = parsed(head, data_size)
     except HeaderError:
         return
-    assert sum(item.end - item.begin for item in entries.values()) == data_size
+    assert sum(tensor.num_bytes for tensor in tensors.values()) == data_size
 
 
 def test_mutated_files_are_refused_or_read_within_bounds(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_mutated_files_are_refused_or_read_within_bounds(tmp_path: Path) -> None
         path = tmp_path / "bad.safetensors"
         path.write_bytes(damaged[: chance.choice((len(damaged), chance.randrange(len(damaged))))])
         try:
-            tensors = read_all(SafetensorsFile(path))
+            tensors = read_all(path)
         except ConfigError:
             refused += 1
         else:

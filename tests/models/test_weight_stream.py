@@ -12,8 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import FileChunk, SafetensorsFile, plan_chunks
-from tidewheel.models.weight_stream import CudaCopyStream, HostSink, RingSink, stream_chunks
+from tidewheel.models.safetensors_file import read_tensors
+from tidewheel.models.weight_stream import (
+    CudaCopyStream,
+    FileChunk,
+    HostSink,
+    RingSink,
+    StoredTensor,
+    plan_chunks,
+    stream_chunks,
+)
 
 SLOT_BYTES = 256
 NUM_SLOTS = 3
@@ -75,11 +83,11 @@ def ring(lane: LateLane, cls: type[RingSink] = RingSink) -> RingSink:
     return cls(lane, NUM_SLOTS, SLOT_BYTES)
 
 
-def checkpoint(folder: Path, num_files: int = 3) -> tuple[list[SafetensorsFile], dict[str, torch.Tensor]]:
+def checkpoint(folder: Path, num_files: int = 3) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor]]:
     """Tensors of many sizes and dtypes: some larger than a slot, some empty, some at odd places of the file."""
     chance = random.Random(0)
     tensors: dict[str, torch.Tensor] = {}
-    files = []
+    stored: dict[str, StoredTensor] = {}
     for number in range(num_files):
         part = {}
         for i in range(12):
@@ -88,9 +96,9 @@ def checkpoint(folder: Path, num_files: int = 3) -> tuple[list[SafetensorsFile],
             part[f"{number}.{i}"] = torch.randn(shape).to(dtype)
         part[f"{number}.odd"] = torch.arange(5, dtype=torch.uint8)
         save_file(part, folder / f"{number}.safetensors")
-        files.append(SafetensorsFile(folder / f"{number}.safetensors"))
+        stored |= read_tensors(folder / f"{number}.safetensors")
         tensors |= part
-    return files, tensors
+    return stored, tensors
 
 
 def nothing(_chunk: FileChunk) -> None:
@@ -104,9 +112,9 @@ def empty_like(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> d
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as they are", "converted"])
 @pytest.mark.parametrize("make", [lambda: HostSink(NUM_SLOTS), lambda: ring(LateLane())], ids=["host", "ring"])
 def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingSink], dtype: torch.dtype | None) -> None:
-    files, tensors = checkpoint(tmp_path)
+    stored, tensors = checkpoint(tmp_path)
     destinations = empty_like(tensors, dtype)
-    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), make(), nothing)
+    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), make(), nothing)
     for name, tensor in tensors.items():
         assert torch.equal(destinations[name], tensor.to(destinations[name].dtype)), name
 
@@ -116,50 +124,51 @@ def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingSink], dtyp
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as they are", "converted"])
 def test_every_tensor_arrives_on_a_gpu(tmp_path: Path, dtype: torch.dtype | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    files, tensors = checkpoint(tmp_path, num_files=40)
+    stored, tensors = checkpoint(tmp_path, num_files=40)
     destinations = {name: tensor.to(device) for name, tensor in empty_like(tensors, dtype).items()}
     carrier = RingSink(CudaCopyStream(device), NUM_SLOTS, SLOT_BYTES)
-    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), carrier, nothing)
+    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), carrier, nothing)
     for name, tensor in tensors.items():
         assert torch.equal(destinations[name].cpu(), tensor.to(destinations[name].dtype)), name
 
 
 def test_a_slot_is_read_into_only_after_its_copies(tmp_path: Path) -> None:
     """Without the wait the same stream delivers wrong weights: the late lane would show it."""
-    files, tensors = checkpoint(tmp_path)
+    stored, tensors = checkpoint(tmp_path)
     destinations = empty_like(tensors, None)
-    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), ring(LateLane(), HastyCarrier), nothing)
+    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), ring(LateLane(), HastyCarrier), nothing)
     assert any(not torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
 
 
 def test_host_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    files, tensors = checkpoint(tmp_path, num_files=6)
+    stored, tensors = checkpoint(tmp_path, num_files=6)
     lane = LateLane()
-    chunks = plan_chunks(files, empty_like(tensors, None), SLOT_BYTES)
+    chunks = plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES)
     stream_chunks(chunks, ring(lane), nothing)
     assert len(chunks) > 10 * NUM_SLOTS
     assert [memory.nbytes for memory in lane.allocated] == [SLOT_BYTES] * NUM_SLOTS
 
 
 def test_chunks_are_delivered_in_order(tmp_path: Path) -> None:
-    files, tensors = checkpoint(tmp_path)
-    chunks, seen = plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), []
+    stored, tensors = checkpoint(tmp_path)
+    chunks, seen = plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), []
     stream_chunks(chunks, ring(LateLane()), seen.append)
     assert seen == chunks
 
 
 def test_a_plan_covers_every_byte_once_and_nothing_else(tmp_path: Path) -> None:
-    files, tensors = checkpoint(tmp_path)
+    stored, tensors = checkpoint(tmp_path)
     destinations = {name: t for name, t in empty_like(tensors, None).items() if not name.endswith(".3")}
-    chunks = plan_chunks(files, destinations, SLOT_BYTES)
+    chunks = plan_chunks(stored, destinations, SLOT_BYTES)
     assert all(chunk.size <= SLOT_BYTES for chunk in chunks)
-    for file in files:
-        planned = sorted((chunk.begin, chunk.begin + chunk.size) for chunk in chunks if chunk.file is file)
+    for file in {item.file for item in stored.values()}:
+        planned = [(chunk.begin, chunk.begin + chunk.size) for chunk in chunks if chunk.file == file]
         wanted = [
-            (entry.begin, entry.end)
-            for name, entry in file.entries.items()
-            if name in destinations and entry.begin < entry.end
+            (item.begin, item.begin + item.num_bytes)
+            for name, item in stored.items()
+            if name in destinations and item.file == file
         ]
+        assert planned == sorted(planned)
         assert covered(planned) == covered(wanted)
 
 
@@ -170,20 +179,21 @@ def covered(ranges: list[tuple[int, int]]) -> set[int]:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
-    files, tensors = checkpoint(tmp_path)
-    with files[1].path.open("r+b") as handle:
-        handle.truncate(files[1].data_start + 10)
+    stored, tensors = checkpoint(tmp_path)
+    path = tmp_path / "1.safetensors"
+    with path.open("r+b") as handle:
+        handle.truncate(min(item.begin for item in stored.values() if item.file == path) + 10)
     with pytest.raises(ConfigError) as caught:
-        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
-    assert str(caught.value) == f"{files[1].path} became shorter while it was read: download it again"
+        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+    assert str(caught.value) == f"{path} became shorter while it was read: download it again"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, tensors = checkpoint(tmp_path)
+    stored, tensors = checkpoint(tmp_path)
     monkeypatch.setattr("os.preadv", fail)
     with pytest.raises(ConfigError) as caught:
-        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
-    assert str(caught.value) == f"{files[0].path} cannot be read: Input/output error"
+        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+    assert str(caught.value) == f"{tmp_path / '0.safetensors'} cannot be read: Input/output error"
 
 
 def fail(*_arguments: object) -> int:
@@ -191,25 +201,25 @@ def fail(*_arguments: object) -> int:
 
 
 def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
-    files, tensors = checkpoint(tmp_path)
-    files[2].path.unlink()
+    stored, tensors = checkpoint(tmp_path)
+    (tmp_path / "2.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"2\.safetensors cannot be read: No such file or directory"):
-        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
 
 
 def test_reads_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    files, tensors = checkpoint(tmp_path)
+    stored, tensors = checkpoint(tmp_path)
     whole = os.preadv
     monkeypatch.setattr("os.preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset))
     destinations = empty_like(tensors, None)
-    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), HostSink(NUM_SLOTS), nothing)
+    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), HostSink(NUM_SLOTS), nothing)
     assert all(torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
 
 
 def test_who_stops_the_load_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
-    files, tensors = checkpoint(tmp_path)
+    stored, tensors = checkpoint(tmp_path)
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     delivered: list[FileChunk] = []
 
@@ -219,7 +229,7 @@ def test_who_stops_the_load_leaves_no_thread_and_no_open_file(tmp_path: Path) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), stop)
+        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), stop)
     assert len(delivered) == 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before

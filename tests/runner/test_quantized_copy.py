@@ -23,7 +23,7 @@ from tidewheel.models.linear import GroupFormat
 from tidewheel.models.loader import plan_model
 from tidewheel.models.model_folder import read_config
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
-from tidewheel.models.weight_source import StoredTensor
+from tidewheel.models.weight_stream import StoredTensor
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
 from tidewheel.runner.model_runner import ModelRunner
@@ -74,7 +74,7 @@ def test_the_copy_counts_as_weights_before_and_after_the_load(tmp_path: Path) ->
     assert 0.2 < both.info.copy_bytes / plain.info.weights_bytes < 0.3  # of float32
     config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", pressure_quantization="int8")
     plan = plan_model(tmp_path, read_config(tmp_path), config, CPU)
-    assert plan.weights_bytes(plan.open_source()) == both.info.weights_bytes
+    assert plan.check_fits(plan.open_source()) == both.info.weights_bytes
 
 
 def tokens_of(runner: ModelRunner, *weights: WeightVariant) -> list[list[int]]:
@@ -133,13 +133,14 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
     plan = plan_model(tmp_path, read_config(tmp_path), config, CPU)
     stored = {name: StoredTensor(Path(), shape, GroupFormat(8)) for name, shape in plan.native.shapes.items()}
     with pytest.raises(ConfigError, match=r"pressure_quantization is int8, .* quantised already: set it to none"):
-        plan.weights_bytes(SimpleNamespace(tensors=stored))
+        plan.check_fits(SimpleNamespace(tensors=stored))
 
 
 def test_a_matrix_without_groups_is_named(tmp_path: Path) -> None:
     tiny_models.save(lambda: tiny_models.llama(intermediate_size=100), tmp_path)
     with pytest.raises(
-        ConfigError, match=r"pressure_quantization: .*down_proj.weight has 100 columns, .* multiple of 32"
+        ConfigError,
+        match=r"pressure_quantization: .*down_proj.weight is in a matrix of 64 x 100, .* multiples of 32 columns",
     ):
         parts_of(tmp_path, pressure_quantization="int8")
 

@@ -18,7 +18,6 @@ _SINKS = "its attention has sinks"
 _ENCODER_DECODER = "it is a decoder with cross-attention to an encoder"
 _BIDIRECTIONAL = "its attention is not causal"
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
-# Frequencies depend on the batch's longest sequence.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -58,7 +57,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def native_traits(fields: ConfigFields) -> NativeTraits | None:
-    """Return traits of a native architecture; None for one that transformers runs. Raise `ConfigError` if refused."""
+    """Return a native architecture's traits, None for others. Raise `ConfigError` if refused."""
     name = architecture(fields)
     for cause, names in REFUSED.items():
         if name in names:
@@ -68,16 +67,20 @@ def native_traits(fields: ConfigFields) -> NativeTraits | None:
     return NATIVE.get(name)
 
 
+def not_offered(name: str, cause: str) -> ConfigError:
+    return ConfigError(f"{name} is not offered: {cause}")
+
+
 def check_class(cls: Any, name: str) -> None:
     if getattr(cls, "_is_stateful", False):
-        raise ConfigError(f"{name} is not offered: {_RECURRENT}")
+        raise not_offered(name, _RECURRENT)
     if "logits_to_keep" not in inspect.signature(cls.forward).parameters:
-        raise ConfigError(f"{name} is not offered: it computes the logits of every token (no logits_to_keep)")
+        raise not_offered(name, "it computes the logits of every token (no logits_to_keep)")
 
 
 def check_config(config: Any, name: str) -> None:
     for problem in _problems(config):
-        raise ConfigError(f"{name} is not offered: {problem}")
+        raise not_offered(name, problem)
 
 
 def _problems(config: Any) -> Iterator[str]:
@@ -137,7 +140,7 @@ class ModelConfig:
 
 
 def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
-    """Return the decoder's sizes. Raise `ConfigError` with key, value and what is accepted."""
+    """Return the decoder's sizes. Raise `ConfigError`."""
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ConfigError(f"{fields.where}: hidden_act {activation!r} is not offered here, only silu")
@@ -164,11 +167,6 @@ def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias", False) if traits.mlp_bias else False,
         sliding_windows=_sliding_windows(fields, traits, num_layers),
     )
-    _check_heads(fields, config)
-    return config
-
-
-def _check_heads(fields: ConfigFields, config: ModelConfig) -> None:
     if config.num_q_heads % config.num_kv_heads:
         raise ConfigError(
             f"{fields.where}: num_attention_heads {config.num_q_heads} is not a multiple of "
@@ -176,13 +174,14 @@ def _check_heads(fields: ConfigFields, config: ModelConfig) -> None:
         )
     if config.head_dim % 8:
         raise ConfigError(f"{fields.where}: head_dim is {config.head_dim}, it must be a multiple of 8")
+    return config
 
 
 def _sliding_windows(fields: ConfigFields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
     full = (0,) * num_layers
     if traits.windowed_layers == "none":
         return full
-    # An explicit null disables the window; without the key, the architecture's default holds.
+    # Null disables the window; without the key, the default holds.
     window = fields.optional_integer("sliding_window") if "sliding_window" in fields.values else traits.sliding_window
     if traits.windowed_layers == "all":
         return full if window is None else (window,) * num_layers

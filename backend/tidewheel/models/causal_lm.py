@@ -9,11 +9,7 @@ from tidewheel_kernels import AttentionMetadata
 
 Progress = Callable[[str, float], None]  # stage, fraction in [0, 1]
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class KVLayer(NamedTuple):
@@ -44,16 +40,13 @@ class ForwardInput(NamedTuple):
 class CausalLM(Protocol):
     shape: ModelShape
     weights_bytes: int
-    is_capturable: bool  # `forward` is known never to wait for the device
+    is_capturable: bool  # `forward` never waits for the device
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
         """Return logits [S, vocab_size] in the model's dtype or float32."""
 
     def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits as `forward` does, and states [P, …] of the tokens `indices` [P] int64.
-
-        `logits_of` turns states into logits. A native model's states are normed hidden states [P, hidden_size].
-        """
+        """Return logits, and states of tokens `indices` [P] int64: normed hidden states, or logits [P, vocab]."""
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor: ...
 

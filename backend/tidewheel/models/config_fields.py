@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tidewheel.errors import ConfigError
 
 MAX_INT = 2**31 - 1
-MAX_CONTEXT = 1 << 24  # tokens: a rotation table takes 1 KiB each at a head of 128
+MAX_CONTEXT = 1 << 24  # tokens; a rotation table takes 1 KiB each
 MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 
 
@@ -17,9 +17,7 @@ class ConfigFields:
         self.where = where
 
     def section(self, key: str) -> ConfigFields:
-        value = self.values.get(key)
-        if value is None:
-            return ConfigFields({}, f"{self.where}: {key}")
+        value = self._value(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "an object")
         return ConfigFields(value, f"{self.where}: {key}")

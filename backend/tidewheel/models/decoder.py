@@ -1,4 +1,4 @@
-"""Native decoder of Llama, Mistral, Qwen2 and Qwen3, in plain classes without a module tree on the hot path."""
+"""Native decoder of Llama, Mistral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import torch
 from torch.nn.functional import embedding
 
 from tidewheel.batch import WeightVariant
-from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
-from tidewheel.models.linear import FormatChoice, GroupFormat, Linear, Weights, stored_as_dtype
+from tidewheel.models.linear import FormatChoice, GroupFormat, Linear, Weights
 from tidewheel.models.rope_table import cos_sin_table
-from tidewheel_kernels import (
-    AttentionMetadata,
-    paged_attention,
-    rms_norm,
-    rope_and_cache,
-    silu_and_mul,
-)
+from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, fits_decode_layers
-from tidewheel_kernels.scaled_linear import MULTIPLE as FP8_MULTIPLE
 
 
 class Attention:
@@ -58,7 +50,7 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    """Decoder layer in three parts; only the middle one, attention, depends on sequence lengths."""
+    """Layer in three parts, of which only attention depends on sequence lengths."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor) -> None:
         prefix = f"model.layers.{layer}."
@@ -93,7 +85,7 @@ class DecoderLayer:
         return self.mlp(normed), residual
 
     def kernel_weights(self) -> LayerWeights | None:
-        """Return the weights as `DecodeLayers` takes them, or None in other formats."""
+        """Return the weights for `DecodeLayers`, None in other formats."""
         attention, mlp = self.attention, self.mlp
         qkv, output = attention.qkv.kernel_weights(), attention.output.kernel_weights()
         gate_up, down = mlp.gate_up.kernel_weights(), mlp.down.kernel_weights()
@@ -111,21 +103,15 @@ def add_norm(
 
 
 class Decoder:
-    """Native `CausalLM`. To load weights, copy to all `destinations`, fill all layers `to_fill`, then call `pack`."""
+    """To load weights, copy to `destinations`, fill layers `to_fill`, then call `pack`."""
 
     is_capturable = True
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        deterministic: bool = False,
-        format_of: FormatChoice = stored_as_dtype,
-    ) -> None:
-        weights = Weights(dtype, device, invariant=deterministic, format_of=format_of)
+        self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device,
+        deterministic: bool = False, format_of: FormatChoice = lambda _names: None,
+    ) -> None:  # fmt: skip
+        weights = Weights(dtype, device, format_of, is_invariant=deterministic)
         self.config = config
         self.shape = ModelShape(
             config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, config.hidden_size,
@@ -142,7 +128,7 @@ class Decoder:
         elif isinstance(self.embedding, Linear):
             self.lm_head = self.embedding
         else:
-            self.lm_head = weights.linear_of(self.embedding)
+            self.lm_head = weights.layer(self.embedding, None, None, {})
         self.destinations = weights.by_name
         self.shapes = weights.shapes()
         self.to_fill = [layer for layer in weights.linears if layer.format is not None]
@@ -156,34 +142,14 @@ class Decoder:
         self.copy_bytes = 0  # of `weights_bytes`
 
     def ignores(self, name: str) -> bool:
-        """Return whether a checkpoint tensor is unused: old rotation tables, copies of tied matrices."""
+        """Return whether a checkpoint tensor is unused."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
-    def check_formats(self) -> None:
-        """Raise `ConfigError` if a matrix has a size that its format does not support."""
-        for layer in self.to_fill:
-            rows, columns = layer.weight.shape
-            if isinstance(layer.format, GroupFormat):
-                fits, needed = columns % layer.format.group_size == 0, f"{layer.format.group_size} columns"
-            else:
-                fits, needed = rows % FP8_MULTIPLE == columns % FP8_MULTIPLE == 0, str(FP8_MULTIPLE)
-            if not fits:
-                name = next(iter(layer.parts))
-                raise ConfigError(
-                    f"quantization: {name} is in a matrix of {rows} x {columns}, and its format needs multiples of "
-                    f"{needed}; set quantization to none"
-                )
-
     def plan_copies(self, form: GroupFormat) -> None:
-        """Give each matrix a copy that `pack` makes, in 8 bits for the output matrix. Raise `ConfigError`."""
+        """Have `pack` make a copy of each matrix, of the output matrix in 8 bits. Raise `ConfigError`."""
         for layer in self._linears:
-            columns = layer.weight.shape[1]
-            if columns % form.group_size:
-                raise ConfigError(
-                    f"pressure_quantization: {next(iter(layer.parts))} has {columns} columns, and its copy needs a "
-                    f"multiple of {form.group_size}; set it to none"
-                )
             copy = self._copies[layer] = GroupFormat(8) if layer is self.lm_head else form
+            layer.check_size(copy, "pressure_quantization")
             self.copy_bytes += copy.num_bytes(layer.weight.numel())
         self.weights_bytes += self.copy_bytes
 
@@ -197,7 +163,7 @@ class Decoder:
         self.prepare_decodes()
 
     def prepare_decodes(self) -> None:
-        """Bind the layers' weights for decode steps of few rows. To be repeated when weights are replaced."""
+        """Bind weights for decode steps of few rows, anew when they are replaced."""
         variants: tuple[WeightVariant, ...] = ("quantized", "full") if self._copies else ("full",)
         for weights in variants:
             self.use(weights)
@@ -230,7 +196,7 @@ class Decoder:
         return self.logits_of(sampled), states
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return token embeddings [T, hidden_size], the first layer's `x`; its residual is None."""
+        """Return token embeddings [T, hidden_size]."""
         if isinstance(self.embedding, Linear):
             return self.embedding.rows(token_ids)
         return embedding(token_ids, self.embedding)

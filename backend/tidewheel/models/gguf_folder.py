@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -16,21 +17,21 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.config_fields import MAX_CONTEXT, ConfigFields
 from tidewheel.models.gguf_header import GGUFTensor, read_header
 from tidewheel.models.gguf_tokenizer import tokenizer_files
-from tidewheel.models.rope_table import RopeConfig, inverse_frequencies
+from tidewheel.models.rope_table import inverse_frequencies, parse_rope
 from tidewheel_process.locked_folder import FolderError, make_private
 
-VERSION = 1  # of the files made here: a new one makes all folders anew
+LINK = "model.gguf"  # to the file
+VERSION = 1  # raised, it makes all folders anew
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TAKE_SAFETENSORS = "take the model's safetensors"
-# Llama 3 before its scaling; the file has only the factors that follow from these (convert_hf_to_gguf.py).
-_LLAMA3_CONTEXT, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+# Files have only the factors that follow from these (convert_hf_to_gguf.py).
+_LLAMA3 = {
+    "rope_type": "llama3", "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 
 
 def derived_folder(file: Path) -> Path:
-    """Return the folder of a GGUF file in the user's private cache: configuration, tokenizer, and a link to the file.
-
-    Raise `ConfigError`.
-    """
+    """Return a folder in the user's cache: configuration, tokenizer and a link to the file. Raise `ConfigError`."""
     file = file.absolute()
     caches = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/", ".cache")
     remedy = "set XDG_CACHE_HOME to another folder"
@@ -39,35 +40,45 @@ def derived_folder(file: Path) -> Path:
         root = make_private(Path(caches, "tidewheel", "gguf").absolute(), remedy)
         key = hashlib.sha256(repr((file, found.st_size, found.st_mtime_ns, VERSION)).encode()).hexdigest()
         folder = root / f"{re.sub(r'[^A-Za-z0-9._-]', '_', file.stem)[:80]}-{key[:16]}"
-        return folder if folder.is_dir() else _made(folder, file)
+        if not folder.is_dir():
+            _make(folder, file)
+            _remove_others(folder, file)
+        return folder
     except OSError as error:
         raise ConfigError(f"{error.filename or file}: {error.strerror}; make room, or {remedy}") from None
     except FolderError as error:
         raise ConfigError(str(error)) from None
 
 
-def _made(folder: Path, file: Path) -> Path:
+def _remove_others(folder: Path, file: Path) -> None:
+    """Remove folders made of what the file was before."""
+    for link in folder.parent.glob(f"*/{LINK}"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it too
+            if link.parent != folder and link.readlink() == file:
+                shutil.rmtree(link.parent, ignore_errors=True)
+
+
+def _make(folder: Path, file: Path) -> None:
     header = read_header(file)
     fields = ConfigFields(header.metadata, str(file))
     config = model_config(fields, header.tensors)
     if (factors := header.tensors.get("rope_freqs.weight")) is not None:
-        config["rope_parameters"] |= _llama3_scaling(file, factors, header.data_start, config)
+        config["rope_parameters"] |= _llama3_scaling(file, factors, config)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         for name, value in {"config.json": config, **tokenizer_files(fields)}.items():
             (scratch / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-        (scratch / "model.gguf").symlink_to(file)
+        (scratch / LINK).symlink_to(file)
         scratch.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another process has made it meanwhile
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return folder
 
 
 def model_config(fields: ConfigFields, tensors: dict[str, GGUFTensor]) -> dict[str, Any]:
-    """Return the content of config.json. Raise `ConfigError` for a model that is not offered."""
+    """Return the content of config.json. Raise `ConfigError`."""
     name = fields.text("general.architecture")
     if name not in ARCHITECTURES or fields.values.get(f"{name}.expert_count"):
         kind = f"a mixture of experts ({name})" if name in ARCHITECTURES else name
@@ -121,22 +132,19 @@ def _rope(fields: ConfigFields, name: str) -> dict[str, Any]:
     return found
 
 
-def _llama3_scaling(file: Path, tensor: GGUFTensor, data_start: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Return Llama 3's scaling by the factors of its frequencies. Raise `ConfigError` for other factors."""
-    head_dim, theta = config["head_dim"], config["rope_parameters"]["rope_theta"]
+def _llama3_scaling(file: Path, tensor: GGUFTensor, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Llama 3's scaling. Raise `ConfigError` for other factors."""
+    head_dim, plain = config["head_dim"], config["rope_parameters"]
     if tensor.shape != (head_dim // 2,) or tensor.kind.name != "F32":
         raise ConfigError(f"{file}: rope_freqs.weight must be {head_dim // 2} numbers in F32; {TAKE_SAFETENSORS}")
-    factors = np.fromfile(file, np.float32, head_dim // 2, offset=data_start + tensor.begin)
+    factors = np.fromfile(file, np.float32, head_dim // 2, offset=tensor.begin)
     if np.all(factors == 1.0):
         return {}
-    scaled = RopeConfig(
-        rope_type="llama3", theta=theta, factor=float(factors.max()), original_context=_LLAMA3_CONTEXT,
-        low_freq_factor=_LLAMA3_LOW, high_freq_factor=_LLAMA3_HIGH,
-    )  # fmt: skip
-    plain = inverse_frequencies(RopeConfig(rope_type="default", theta=theta), head_dim)
-    if not np.allclose(plain / inverse_frequencies(scaled, head_dim), factors, rtol=1e-3):
+    scaling = _LLAMA3 | {"factor": float(factors.max())}
+    before, after = (
+        inverse_frequencies(parse_rope(ConfigFields(config | {"rope_parameters": each}, str(file))), head_dim)
+        for each in (plain, plain | scaling)
+    )
+    if not np.allclose(before / after, factors, rtol=1e-3):
         raise ConfigError(f"{file}: rope_freqs.weight has other factors than Llama 3; {TAKE_SAFETENSORS}")
-    return {
-        "rope_type": "llama3", "factor": scaled.factor, "original_max_position_embeddings": _LLAMA3_CONTEXT,
-        "low_freq_factor": _LLAMA3_LOW, "high_freq_factor": _LLAMA3_HIGH,
-    }  # fmt: skip
+    return scaling

@@ -6,11 +6,10 @@ Pre-tokenizers have llama.cpp's names (`llama-vocab.cpp`), and the regular expre
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import tokenizers
 from gguf.constants import TokenType
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.config_fields import ConfigFields
@@ -43,7 +42,7 @@ PRE_TOKENIZERS = {
 }  # fmt: skip
 _SENTENCEPIECE = PreTokenizer(adds_bos=True)
 _SPACE = "\u2581"  # of sentencepiece
-# Tokens that end an answer too: metadata names only one (llama.cpp has the same list).
+# Metadata names only one end token (llama.cpp has the same list).
 END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
 _PLAIN = (TokenType.NORMAL, TokenType.BYTE, TokenType.UNUSED)
 _BESIDE = "else serve a folder with the file and its model's config.json and tokenizer.json"
@@ -52,11 +51,10 @@ _BESIDE = "else serve a folder with the file and its model's config.json and tok
 def tokenizer_files(fields: ConfigFields) -> dict[str, dict[str, Any]]:
     """Return tokenizer.json, tokenizer_config.json and generation_config.json. Raise `ConfigError`."""
     vocabulary = _Vocabulary(fields)
-    tokenizer = vocabulary.tokenizer()
     try:
-        tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | MemoryError):
+        tokenizer = json.loads(vocabulary.tokenizer().to_str())
+    except BaseException as error:  # the library's panics are no `Exception`
+        if isinstance(error, KeyboardInterrupt | MemoryError | ConfigError):
             raise
         raise ConfigError(f"{fields.where} has a damaged tokenizer ({error}): download it again") from None
     names = {f"{role}_token": vocabulary.tokens[token] for role, token in vocabulary.ids.items() if token is not None}
@@ -74,7 +72,8 @@ class _Vocabulary:
             raise ConfigError(f"{fields.where} has no tokenizer: take another file, {_BESIDE}")
         self._fields = fields
         self.tokens = fields.texts("tokenizer.ggml.tokens")
-        self._types = self._numbers("token_type", TokenType.NORMAL)
+        types = self._numbers("token_type", TokenType.NORMAL)
+        self._typed = list(zip(range(len(types)), self.tokens, types, strict=True))
         model, pre = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
         if model not in ("gpt2", "llama"):
             raise fields.error("tokenizer.ggml.model", f"gpt2 or llama; {_BESIDE}")
@@ -102,79 +101,61 @@ class _Vocabulary:
             raise ConfigError(f"{self._fields.where}: {key} must be {len(self.tokens)} numbers: download it again")
         return values
 
-    def _typed(self) -> Iterator[tuple[int, str, float]]:
-        yield from ((token_id, token, self._types[token_id]) for token_id, token in enumerate(self.tokens))
-
-    def tokenizer(self) -> dict[str, Any]:
-        """Return the content of tokenizer.json."""
-        ids = {token: token_id for token_id, token, kind in self._typed() if kind != TokenType.UNUSED}
-        parts = self._sentencepiece(ids) if self._is_sentencepiece else self._byte_level()
+    def tokenizer(self) -> Tokenizer:
         special = {self.ids["bos"], *self.end_ids}
-        added = [
-            {
-                "id": token_id, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False, "special": kind != TokenType.USER_DEFINED or token_id in special,
-            }
-            for token_id, token, kind in self._typed()
-            if kind not in _PLAIN or token_id in special
-        ]  # fmt: skip
-        model = {"type": "BPE", "vocab": ids, **parts.pop("model")}
-        return {"version": "1.0", "added_tokens": added, "post_processor": self._template(), "model": model, **parts}
+        ids = {
+            token: token_id
+            for token_id, token, kind in self._typed
+            if kind != TokenType.UNUSED or token_id in special
+        }
+        backend = self._sentencepiece(ids) if self._is_sentencepiece else self._byte_level(ids)
+        backend.add_tokens(
+            [
+                AddedToken(token, normalized=False, special=kind != TokenType.USER_DEFINED or token_id in special)
+                for token_id, token, kind in self._typed
+                if kind not in _PLAIN or token_id in special
+            ]
+        )
+        backend.post_processor = self._post_processor()
+        return backend
 
-    def _template(self) -> dict[str, Any]:
-        """Return the post-processor that adds the first and the last token."""
+    def _post_processor(self) -> processors.PostProcessor:
         adds = {
             "bos": self._fields.flag("tokenizer.ggml.add_bos_token", self._pre.adds_bos),
             "eos": self._fields.flag("tokenizer.ggml.add_eos_token", False),
         }
-        ids = {role: self.ids[role] for role in adds if adds[role] and self.ids[role] is not None}
-        added = {role: [{"SpecialToken": {"id": role, "type_id": 0}}] for role in ids}
-        single = [*added.get("bos", []), {"Sequence": {"id": "A", "type_id": 0}}, *added.get("eos", [])]
-        special = {
-            role: {"id": role, "ids": [token_id], "tokens": [self.tokens[token_id or 0]]}
-            for role, token_id in ids.items()
-        }
-        pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
-        return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+        ids = {role: token_id for role in adds if adds[role] and (token_id := self.ids[role]) is not None}
+        first, last = ([role] if role in ids else [] for role in adds)
+        special = [{"id": role, "ids": [token], "tokens": [self.tokens[token]]} for role, token in ids.items()]
+        return processors.TemplateProcessing(single=[*first, "$A", *last], special_tokens=special)
 
-    def _byte_level(self) -> dict[str, Any]:
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        splits = [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in self._pre.patterns
-        ]
-        merges = list(self._fields.texts("tokenizer.ggml.merges"))
-        return {
-            "normalizer": {"type": "NFC"} if self._pre.normalizes else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-            "decoder": byte_level,
-            "model": {"merges": merges, "ignore_merges": self._pre.ignores_merges},
-        }
+    def _byte_level(self, ids: dict[str, int]) -> Tokenizer:
+        merges = [merge.partition(" ")[::2] for merge in self._fields.texts("tokenizer.ggml.merges")]
+        backend = Tokenizer(models.BPE(ids, merges, ignore_merges=self._pre.ignores_merges))
+        backend.normalizer = normalizers.NFC() if self._pre.normalizes else None
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._pre.patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        backend.decoder = decoders.ByteLevel()
+        return backend
 
-    def _sentencepiece(self, ids: dict[str, int]) -> dict[str, Any]:
-        prepend, strip = (
-            [{"type": "Prepend", "prepend": _SPACE}],
-            [{"type": "Strip", "content": " ", "start": 1, "stop": 0}],
-        )
-        if not self._fields.flag("tokenizer.ggml.add_space_prefix", True):
-            prepend, strip = [], []
-        to_space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        from_space = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-        decoders = [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    def _sentencepiece(self, ids: dict[str, int]) -> Tokenizer:
         unknown = self.tokens[self.ids["unk"] or 0]
-        return {
-            "normalizer": {"type": "Sequence", "normalizers": [*prepend, to_space]},
-            "pre_tokenizer": None,
-            "decoder": {"type": "Sequence", "decoders": decoders},
-            "model": {"merges": self._merges(ids), "unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
-        }
+        backend = Tokenizer(models.BPE(ids, self._merges(ids), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        has_prefix = self._fields.flag("tokenizer.ggml.add_space_prefix", True)
+        prepend = [normalizers.Prepend(_SPACE)] if has_prefix else []
+        strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+        backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
+        to_text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*to_text, *strip])
+        return backend
 
     def _merges(self, ids: dict[str, int]) -> list[tuple[str, str]]:
-        """Return the pairs of tokens that form a token, those of the best score first."""
+        """Return pairs of tokens that form one, best score first."""
         scores = self._numbers("scores", 0.0)
         pairs = [
             (-scores[token_id], ids[token[:cut]], ids[token[cut:]], (token[:cut], token[cut:]))
-            for token_id, token, kind in self._typed()
+            for token_id, token, kind in self._typed
             if kind == TokenType.NORMAL
             for cut in range(1, len(token))
             if token[:cut] in ids and token[cut:] in ids

@@ -1,4 +1,4 @@
-"""Linear layers, and the formats in which they hold their weights."""
+"""Linear layers and the formats of their weights."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tidewheel_kernels.grouped_linear import (
     quantize_groups,
 )
 from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear
+from tidewheel_kernels.scaled_linear import MULTIPLE as FP8_MULTIPLE
 
 
 class GroupFormat(NamedTuple):
@@ -41,31 +42,36 @@ FormatChoice = Callable[[Sequence[str]], MatrixFormat]  # of matrices that one l
 
 
 class Linear:
-    """Product ``x @ weight.T + bias``. On a CPU, oneDNN's blocked layout is up to three times faster for few rows.
-
-    A layer with a `format` is given its weights by `fill`; its `weight` is on the device "meta" until then.
-    """
+    """Product ``x @ weight.T + bias``. With a `format`, `weight` is on the device "meta" until `fill`."""
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        format: MatrixFormat = None,  # noqa: A002
-        parts: Mapping[str, int] | None = None,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int]
     ) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.format = format
-        self.parts = parts or {}  # outputs by checkpoint name, in order
+        self.weight, self.bias, self.format = weight, bias, form
+        self.parts = parts  # outputs by checkpoint name, in order
         self._packed: PackedWeights | None = None
         self._scales: torch.Tensor | None = None  # [out_features, 1], of fp8
         self._groups: ArrangedWeights | None = None
         self._copy: ArrangedWeights | None = None
 
     @property
+    def name(self) -> str:
+        return next(iter(self.parts), "model.embed_tokens.weight")
+
+    def check_size(self, form: MatrixFormat, setting: str) -> None:
+        """Raise `ConfigError` if a setting's format does not support the matrix's size."""
+        rows, columns = self.weight.shape
+        fits, needed = rows % FP8_MULTIPLE == columns % FP8_MULTIPLE == 0, str(FP8_MULTIPLE)
+        if isinstance(form, GroupFormat):
+            fits, needed = columns % form.group_size == 0, f"{form.group_size} columns"
+        if not fits:
+            raise ConfigError(
+                f"{setting}: {self.name} is in a matrix of {rows} x {columns}, and its format needs multiples of "
+                f"{needed}; set {setting} to none"
+            )
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes that weights of the layer's format take."""
         if isinstance(self.format, GroupFormat):
             return self.format.num_bytes(self.weight.numel())
         if self.format == "fp8":
@@ -82,11 +88,11 @@ class Linear:
             self.weight, self._scales = quantize_rows(torch.cat(floats).to(self.weight.dtype))
 
     def add_copy(self, form: GroupFormat) -> None:
-        """Make a quantised copy of the weights, all loaded. Call before `pack`."""
+        """Make a quantised copy of loaded weights, before `pack`."""
         self._copy = arrange(self._grouped(self.weight, form), self.weight.dtype)
 
     def _grouped(self, part: torch.Tensor | GroupedWeights, wanted: GroupFormat) -> GroupedWeights:
-        """Return a matrix in at most the wanted bits. Raise `ConfigError` for weights that cannot be rounded."""
+        """Return a matrix in at most the wanted bits. Raise `ConfigError`."""
         if isinstance(part, GroupedWeights):
             if part.bits <= wanted.bits:
                 return part
@@ -94,14 +100,12 @@ class Linear:
         try:
             return quantize_groups(part, wanted.bits, wanted.group_size)
         except ValueError as error:
-            name = next(iter(self.parts), "model.embed_tokens.weight")
             raise ConfigError(
-                f"{name}, or a matrix held with it, cannot be rounded: {error}; set quantization and "
+                f"{self.name}, or a matrix held with it, cannot be rounded: {error}; set quantization and "
                 "pressure_quantization to none"
             ) from None
 
     def use_copy(self, is_used: bool) -> None:
-        """Compute with the quantised copy, or with the layer's own weights again."""
         self._groups = self._copy if is_used else None
 
     def pack(self) -> None:
@@ -125,7 +129,7 @@ class Linear:
         return linear(x, self.weight, self.bias)
 
     def kernel_weights(self) -> LinearWeights | None:
-        """Return the weights as `DecodeLayers` takes them, or None in other formats."""
+        """Return the weights for `DecodeLayers`, None in other formats."""
         weights = self._groups or self._packed
         return LinearWeights(weights, self.bias) if isinstance(weights, PackedWeights | LaneWeights) else None
 
@@ -140,23 +144,13 @@ class InvariantLinear(Linear):
         return invariant_linear(x, self.weight, self.bias)
 
 
-def stored_as_dtype(_names: Sequence[str]) -> MatrixFormat:
-    return None
-
-
 class Weights:
-    """Empty weights of a model by checkpoint name: tensors to copy to, and layers to fill in their format."""
+    """Empty weights of a model: tensors to copy to, by checkpoint name, and layers to fill."""
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        invariant: bool = False,
-        format_of: FormatChoice = stored_as_dtype,
+        self, dtype: torch.dtype, device: torch.device, format_of: FormatChoice, *, is_invariant: bool = False
     ) -> None:
-        self._dtype, self._device, self._format_of = dtype, device, format_of
-        self.is_invariant = invariant
+        self._dtype, self._device, self._format_of, self.is_invariant = dtype, device, format_of, is_invariant
         self.by_name: dict[str, torch.Tensor] = {}  # parts of a fused matrix are views
         self.linears: list[Linear] = []
 
@@ -165,42 +159,32 @@ class Weights:
         return tensor
 
     def table(self, name: str, num_rows: int, width: int) -> torch.Tensor | Linear:
-        """Return the table of embeddings: a tensor, or a layer if it has a format."""
+        """Return the embeddings: a tensor, or a layer if they have a format."""
         if self._format_of([f"{name}.weight"]) is None:
             return self.tensor(name, num_rows, width)
         return self.linear("", width, {name: num_rows})
 
     def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
-        num_outputs = sum(parts.values())
-        biases = self._empty(num_outputs) if bias else None
-        if biases is not None:
-            self._add_views(prefix, parts, "bias", biases)
+        biases = self._fused({f"{prefix}{name}.bias": count for name, count in parts.items()}) if bias else None
         names = {f"{prefix}{name}.weight": count for name, count in parts.items()}
         form = self._format_of(list(names))
         if form is None:
-            weights = self._empty(num_outputs, in_features)
-            self._add_views(prefix, parts, "weight", weights)
-        else:
-            weights = torch.empty(num_outputs, in_features, dtype=self._dtype, device="meta")
-        return self._layer(weights, biases, form, names)
+            return self.layer(self._fused(names, in_features), biases, None, names)
+        weights = torch.empty(sum(parts.values()), in_features, dtype=self._dtype, device="meta")
+        return self.layer(weights, biases, form, names)
 
-    def linear_of(self, weight: torch.Tensor) -> Linear:
-        return self._layer(weight)
-
-    def _layer(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        form: MatrixFormat = None,
-        parts: Mapping[str, int] | None = None,
+    def layer(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int]
     ) -> Linear:
         kind = InvariantLinear if self.is_invariant else Linear
-        self.linears.append(kind(weight, bias, format=form, parts=parts))
+        self.linears.append(kind(weight, bias, form, parts))
         return self.linears[-1]
 
-    def _add_views(self, prefix: str, parts: Mapping[str, int], kind: str, fused: torch.Tensor) -> None:
-        views = torch.split(fused, list(parts.values()))
-        self.by_name |= {f"{prefix}{name}.{kind}": view for name, view in zip(parts, views, strict=True)}
+    def _fused(self, names: Mapping[str, int], *inputs: int) -> torch.Tensor:
+        """Return a tensor [sum of outputs, *inputs] with a view by each name."""
+        fused = self._empty(sum(names.values()), *inputs)
+        self.by_name |= zip(names, torch.split(fused, list(names.values())), strict=True)
+        return fused
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

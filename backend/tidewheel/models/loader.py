@@ -62,41 +62,33 @@ class ModelPlan(NamedTuple):
             )
         return source
 
-    def weights_bytes(self, source: WeightSource) -> int:
-        if self.native is None:
-            return sum(math.prod(stored.shape) for stored in source.tensors.values()) * self.dtype.itemsize
-        return self.decoder(source, torch.device("meta")).weights_bytes
-
     def check_fits(self, source: WeightSource) -> int:
         """Return the bytes of the weights. Raise `ConfigError` if they exceed free memory."""
-        num_bytes = self.weights_bytes(source)
-        can_round = self.native is not None and not self.decoder(source, torch.device("meta")).to_fill
-        check_weights_fit(num_bytes, self.dtype, self.device, can_round=can_round and not self.config.deterministic)
+        if self.native is None:
+            can_round = False
+            num_bytes = sum(math.prod(stored.shape) for stored in source.tensors.values()) * self.dtype.itemsize
+        else:
+            empty = self.decoder(source, torch.device("meta"))
+            can_round, num_bytes = not (empty.to_fill or self.config.deterministic), empty.weights_bytes
+        check_weights_fit(num_bytes, self.dtype, self.device, can_round=can_round)
         return num_bytes
 
     def decoder(self, source: WeightSource, device: torch.device) -> Decoder:
-        """Return the native model with weights to be loaded, in the formats that the setting or `source` asks for."""
+        """Return the empty native model, in the formats that the setting or `source` asks for."""
         assert self.native is not None
         decoder = Decoder(
-            self.native.config,
-            max_model_len=self.max_model_len if device.type != "meta" else 1,
-            dtype=self.dtype,
-            device=device,
-            deterministic=self.config.deterministic,
+            self.native.config, max_model_len=self.max_model_len if device.type != "meta" else 1, dtype=self.dtype,
+            device=device, deterministic=self.config.deterministic,
             format_of=format_choice(self.config.quantization, source),
-        )
-        if self.config.pressure_quantization != "none":
-            if decoder.to_fill:
+        )  # fmt: skip
+        for setting, off in (("pressure_quantization", "none"), ("deterministic", False)):
+            if decoder.to_fill and (value := getattr(self.config, setting)) != off:
                 raise ConfigError(
-                    f"pressure_quantization is {self.config.pressure_quantization}, and the weights of {self.folder} "
-                    "are quantised already: set it to none"
+                    f"{setting} is {str(value).lower()}, and the weights of {self.folder} are quantised already: set "
+                    f"it to {str(off).lower()}, or quantization to none"
                 )
+        if self.config.pressure_quantization != "none":
             decoder.plan_copies(ROUNDED[self.config.pressure_quantization])
-        if self.config.deterministic and decoder.to_fill:
-            raise ConfigError(
-                f"deterministic is true, and the weights of {self.folder} are quantised: set quantization to none, "
-                "or deterministic to false"
-            )
         return decoder
 
 
@@ -112,7 +104,7 @@ def open_checkpoint(folder: Path, fields: ConfigFields, expected: Collection[str
 
 
 def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device: torch.device) -> ModelPlan:
-    """Return the plan of a model. Raise `ConfigError` for a model or a setting that is not offered."""
+    """Return the plan of a model. Raise `ConfigError`."""
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
@@ -123,7 +115,8 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
         max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
         format_of = format_choice(config.quantization)
         native = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
-        native.check_formats()
+        for layer in native.to_fill:
+            layer.check_size(layer.format, "quantization")
         if config.pressure_quantization != "none":
             native.plan_copies(ROUNDED[config.pressure_quantization])
         return plan(max_model_len, native)
@@ -142,7 +135,6 @@ def load_model(plan: ModelPlan, source: WeightSource, progress: Progress) -> Cau
     """Load the model from the plan's `source`. Raise `ConfigError`."""
     way = "through transformers" if plan.native is None else "on the native decoder"
     logger.info("%s runs %s", plan.architecture, way)
-    plan.check_fits(source)
     if plan.native is not None:
         return _load_native(plan, source, progress)
     from tidewheel.models.transformers_model import load_transformers_model
@@ -177,21 +169,13 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
 
 
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:
-    if config.quantization not in ("auto", "none"):
-        raise ConfigError(
-            f"quantization is {config.quantization}: {architecture} runs through transformers, whose weights stay as "
-            "they are; set it to auto"
-        )
-    if config.pressure_quantization != "none":
-        raise ConfigError(
-            f"pressure_quantization is {config.pressure_quantization}: {architecture} runs through transformers, "
-            "where weights have no copy; set it to none"
-        )
-    if config.deterministic:
-        raise ConfigError(
-            f"deterministic is true: {architecture} runs through transformers, whose products are torch's, and their "
-            "sums may depend on the batch; set it to false"
-        )
+    offered = {"quantization": ("auto", "none"), "pressure_quantization": ("none",), "deterministic": (False,)}
+    for setting, values in offered.items():
+        if (value := getattr(config, setting)) not in values:
+            raise ConfigError(
+                f"{setting} is {str(value).lower()}: {architecture} runs through transformers, whose weights and "
+                f"products stay as they are; set it to {str(values[0]).lower()}"
+            )
 
 
 def resolve_max_model_len(wanted: MaxModelLen, context: int) -> int:

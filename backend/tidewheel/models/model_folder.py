@@ -22,7 +22,7 @@ SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def read_config(folder: Path) -> ConfigFields:
-    """Return the checked fields of `config.json`. Raise `ConfigError` for a format that is not served."""
+    """Return the fields of `config.json`. Raise `ConfigError`."""
     if refusal := foreign_format(folder):
         raise ConfigError(refusal)
     path = folder / "config.json"
@@ -75,7 +75,7 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
 
 
 def gguf_file_of(model: Path) -> Path | None:
-    """Return the GGUF file that a path is, or that a folder holds. Raise `ConfigError` for several files."""
+    """Return the GGUF file that a path is or holds. Raise `ConfigError` for several."""
     found = sorted(model.glob("*.gguf")) if model.is_dir() else [model] if model.suffix == ".gguf" else []
     if not found or not found[0].is_file() or any(model.glob("*.safetensors")):
         return None
@@ -88,7 +88,7 @@ def gguf_file_of(model: Path) -> Path | None:
 
 
 def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path | None:
-    """Return the model's folder without a download; None for an id that is not cached."""
+    """Return the model's folder without a download, None if not cached."""
     is_id = model.count("/") == 1 and not Path(model).is_absolute()
     if Path(model).expanduser().exists() or not is_id:
         return resolve_folder(model)
@@ -100,11 +100,13 @@ def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path |
 
 def _snapshot(model: str, revision: str, cache_dir: str, *, only_cached: bool = False) -> Path:
     folder = snapshot_download(
-        model,
-        revision=revision or None,
-        cache_dir=cache_dir or None,
-        allow_patterns=WANTED,
-        ignore_patterns=UNWANTED,
-        local_files_only=only_cached,
-    )
+        model, revision=revision or None, cache_dir=cache_dir or None, allow_patterns=WANTED,
+        ignore_patterns=UNWANTED, local_files_only=only_cached,
+    )  # fmt: skip
+    if not Path(folder, "config.json").exists():
+        raise ConfigError(f"model {model!r} has no config.json on Hugging Face: {gguf_by_name(model)}")
     return Path(folder)
+
+
+def gguf_by_name(model: str) -> str:
+    return f"if it holds GGUF files, run hf download {model} FILE.gguf, and give the path that this prints"

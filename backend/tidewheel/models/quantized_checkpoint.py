@@ -1,7 +1,6 @@
-"""Checkpoints quantised by AWQ, GPTQ, compressed-tensors or fp8, as a source of weights.
+"""Checkpoints quantised by AWQ, GPTQ, compressed-tensors or fp8.
 
-The tensors decide which layers are quantised; lists of modules left out (`modules_to_not_convert`, `ignore`) are not
-read. Scales of activations are unused: products round activations by row and group on a CPU, and not on a GPU.
+Tensors decide which layers are quantised, not `modules_to_not_convert` or `ignore`. Scales of activations are unused.
 """
 
 from __future__ import annotations
@@ -14,28 +13,12 @@ from typing import TypeVar
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.model_formats import (
-    FLOAT_MODEL,
-    MAX_CONFIG_BYTES,
-    OLD_QUANTIZATION_FILES,
-    QUANTIZATION_KEYS,
-    old_quantization_file,
-)
+from tidewheel.model_formats import FLOAT_MODEL, MAX_CONFIG_BYTES, QUANTIZATION_KEYS, old_quantization
+from tidewheel.models import quantized_layers as layers
 from tidewheel.models.config_fields import ConfigFields
-from tidewheel.models.linear import GroupFormat
-from tidewheel.models.quantized_layers import (
-    GROUP_SIZES,
-    AwqLayout,
-    CompressedLayout,
-    Fp8Layout,
-    GptqLayout,
-    Layout,
-    MatrixSize,
-    PackedLayout,
-    TensorForm,
-    Tensors,
-)
-from tidewheel.models.weight_source import BytesRead, SafetensorsFolder, StoredTensor
+from tidewheel.models.quantized_layers import GROUP_SIZES, ROUNDED, Layout, MatrixSize, TensorForm, Tensors
+from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
+from tidewheel.models.weight_stream import BytesRead, StoredTensor
 from tidewheel.regular_files import read_object
 from tidewheel_kernels.grouped_linear import GroupedWeights, dequantize, quantize_groups
 from tidewheel_kernels.grouped_linear.reference import Bits
@@ -43,23 +26,26 @@ from tidewheel_kernels.grouped_linear.reference import Bits
 CPU = torch.device("cpu")
 T = TypeVar("T")
 BITS: tuple[Bits, ...] = (4, 8)
-ORDERS = ("group", "dynamic", "weight", "static")  # the last two leave the groups successive
-ROUNDED = GroupFormat(8)  # one product serves every device, and every kind of scale and order
+# The last three leave the groups successive.
+ORDERS: tuple[str | bool, ...] = ("group", "dynamic", True, "weight", "static", False)
+KINDS = {
+    "pack-quantized": ("int",), "int-quantized": ("int", "float"), "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
+}  # fmt: skip
 MAX_SHOWN_CHARS = 80
-# Scales of activations, unused.
-ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_scale_ub", "activation_scale")
+ACTIVATION_TENSORS = (".input_scale", ".input_zero_point", ".input_scale_ub", ".activation_scale")
 ALIASES: Mapping[str, tuple[str, ...]] = {"weight_scale": ("weight_scale_inv",)}  # both are factors
 
 
 def quantization_layout(folder: Path, fields: ConfigFields) -> Layout | None:
-    """Return the layout that a checkpoint declares for its quantised layers, or None. Raise `ConfigError`."""
+    """Return the layout that a checkpoint declares, or None. Raise `ConfigError`."""
     for key, method in QUANTIZATION_KEYS.items():
         if fields.values.get(key):
             return _layout(fields.section(key), method)
-    path = old_quantization_file(folder)
-    if path is None:
+    if (old := old_quantization(folder)) is None:
         return None
-    return _layout(ConfigFields(read_object(path, MAX_CONFIG_BYTES), str(path)), OLD_QUANTIZATION_FILES[path.name])
+    path, default = old
+    return _layout(ConfigFields(read_object(path, MAX_CONFIG_BYTES), str(path)), default)
 
 
 def _layout(section: ConfigFields, method: str | None) -> Layout:
@@ -87,7 +73,7 @@ def _refuse_set(section: ConfigFields, *keys: str) -> None:
 
 
 def _group_size(section: ConfigFields, key: str) -> int:
-    """Return the inputs of a group; 0 for a whole row, which files call -1."""
+    """Return the inputs of a group, 0 for a whole row (-1 in files)."""
     return 0 if section.values.get(key) == -1 else section.integer(key)
 
 
@@ -95,7 +81,7 @@ def _awq(section: ConfigFields) -> Layout:
     is_old = "w_bit" in section.values
     _one_of(section, "version" if "version" in section.values else "format", ("gemm",), "gemm")
     bits = _one_of(section, "w_bit" if is_old else "bits", BITS[:1])
-    return AwqLayout(bits, _group_size(section, "q_group_size" if is_old else "group_size"), needs_order=False)
+    return layers.AwqLayout(bits, _group_size(section, "q_group_size" if is_old else "group_size"), needs_order=False)
 
 
 def _gptq(section: ConfigFields) -> Layout:
@@ -106,7 +92,7 @@ def _gptq(section: ConfigFields) -> Layout:
     key = "checkpoint_format" if "checkpoint_format" in section.values else "format"
     version = _one_of(section, key, ("gptq", "gptq_v2"), "gptq")
     bits, group_size = _one_of(section, "bits", BITS), _group_size(section, "group_size")
-    return GptqLayout(bits, group_size, section.flag("desc_act", False), version == "gptq")
+    return layers.GptqLayout(bits, group_size, section.flag("desc_act", False), version == "gptq")
 
 
 def _block(section: ConfigFields, key: str) -> tuple[int, int] | None:
@@ -123,7 +109,7 @@ def _compressed(section: ConfigFields) -> Layout:
     sparsity = section.section("sparsity_config")
     if sparsity.values:
         _one_of(sparsity, "format", ("dense",))
-    stored = _one_of(section, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    stored = _one_of(section, "format", tuple(KINDS))
     groups = section.section("config_groups")
     schemes = [groups.section(name) for name in groups.values]
     for scheme in schemes:
@@ -135,60 +121,48 @@ def _compressed(section: ConfigFields) -> Layout:
 
 
 def _of_scheme(weights: ConfigFields, stored: str) -> Layout:
-    is_packed, is_float = stored == "pack-quantized", stored == "float-quantized"
-    kind = _one_of(weights, "type", ("int",) if is_packed else ("float",) if is_float else ("int", "float"), "int")
     _refuse_set(weights, "dynamic")
-    if kind == "float":
+    if _one_of(weights, "type", KINDS[stored], "int") == "float":
         _one_of(weights, "num_bits", (8,))
         strategy = _one_of(weights, "strategy", ("tensor", "channel", "block"))
-        return Fp8Layout(_block(weights, "block_structure") if strategy == "block" else None)
+        return layers.Fp8Layout(_block(weights, "block_structure") if strategy == "block" else None)
     bits = _one_of(weights, "num_bits", BITS)
     strategy = _one_of(weights, "strategy", ("tensor", "channel", "group"))
     group_size = weights.integer("group_size") if strategy == "group" else 0
-    is_symmetric, needs_order = weights.flag("symmetric", True), _needs_order(weights)
-    if is_packed:
-        return PackedLayout(bits, group_size, needs_order, is_symmetric)
-    return CompressedLayout(8, group_size, needs_order, is_symmetric)
-
-
-def _needs_order(weights: ConfigFields) -> bool:
-    order = weights.values.get("actorder")
-    return bool(order) and (order is True or _one_of(weights, "actorder", ORDERS) in ORDERS[:2])
+    needs_order = _one_of(weights, "actorder", ORDERS, False) in ORDERS[:3]
+    if stored == "pack-quantized":
+        return layers.PackedLayout(bits, group_size, needs_order, weights.flag("symmetric", True))
+    return layers.CompressedLayout(8, group_size, needs_order, weights.flag("symmetric", True))
 
 
 PARSERS: dict[str, Callable[[ConfigFields], Layout]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
-    "fp8": lambda section: Fp8Layout(_block(section, "weight_block_size")),
-    "fbgemm_fp8": lambda _: Fp8Layout(None),
+    "fp8": lambda section: layers.Fp8Layout(_block(section, "weight_block_size")),
+    "fbgemm_fp8": lambda _: layers.Fp8Layout(None),
 }
 
 
-class QuantizedFolder:
+class QuantizedFolder(WeightSource):
     """Folder of safetensors that shows each quantised layer as one matrix, `X.weight`."""
 
     def __init__(self, folder: SafetensorsFolder, layout: Layout, expected: Collection[str]) -> None:
-        """Check all layers, and read scales, zeros and orders. Raise `ConfigError`.
-
-        Biases of zeros, which old writers of GPTQ add to every layer, are dropped unless `expected`.
-        """
+        """Check layers, and drop biases of zeros (old writers of GPTQ) unless `expected`. Raise `ConfigError`."""
         self._folder, self._layout = folder, layout
-        self._layers: dict[str, dict[str, str]] = {}  # tensors of a matrix, by the last part of their names
-        self.tensors = {
-            name: stored
-            for name, stored in folder.tensors.items()
-            if name.rpartition(".")[2] not in ACTIVATION_TENSORS
+        self._layers: dict[str, dict[str, str]] = {}  # of a matrix: name by part
+        self.tensors: dict[str, StoredTensor] = {
+            name: stored for name, stored in folder.tensors.items() if not name.endswith(ACTIVATION_TENSORS)
         }
         for main in [name for name in self.tensors if self._is_main(name)]:
-            self._add(main)
+            with self._naming(main):
+                self._add(main)
             bias = f"{main.removesuffix(layout.main)}bias"
-            if bias in self.tensors and bias not in expected and not folder.matrix(bias, CPU).float().any():
+            if bias in self.tensors and bias not in expected and not folder.plain(bias, CPU).float().any():
                 del self.tensors[bias]
 
     def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
-        if floats := {name: tensor for name, tensor in destinations.items() if name not in self._layers}:
-            self._folder.copy(floats, read)
+        super().copy({name: tensor for name, tensor in destinations.items() if name not in self._layers}, read)
         for name in destinations.keys() & self._layers:
             matrix = self._stored(name, destinations[name].device)
             destinations[name].copy_(dequantize(matrix) if isinstance(matrix, GroupedWeights) else matrix)
@@ -196,7 +170,7 @@ class QuantizedFolder:
 
     def matrix(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
         if name not in self._layers:
-            return self._folder.matrix(name, device)
+            return self.plain(name, device)
         matrix = self._stored(name, device)
         with self._naming(self._layers[name][self._layout.main]):
             return matrix if isinstance(matrix, GroupedWeights) else quantize_groups(matrix, ROUNDED.bits)
@@ -204,48 +178,46 @@ class QuantizedFolder:
     def _stored(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
         return self._layout.matrix(self._read(self._layers[name], device), MatrixSize(*self.tensors[name].shape))
 
+    def _read(self, names: Mapping[str, str], device: torch.device) -> Tensors:
+        return {part: self._folder.plain(name, device) for part, name in names.items()}
+
     def _is_main(self, name: str) -> bool:
         is_float = name.endswith(".weight") and self.tensors[name].kind not in self._layout.main_dtypes
         return name.endswith(f".{self._layout.main}") and not is_float
 
     def _add(self, main: str) -> None:
-        """Replace the tensors of a layer by its matrix."""
-        prefix = main.removesuffix(self._layout.main)
-        with self._naming(main):
-            size = self._size(self.tensors[main])
-            names = {part: self._name(prefix, part, form) for part, form in self._layout.forms(size).items()}
-            names = {part: name for part, name in names.items() if name}
-            form = self._layout.format(self._read(names, CPU), size) or ROUNDED
-            names[self._layout.main] = main
-            file = [self.tensors.pop(name).file for name in names.values()][-1]
-            if (matrix := f"{prefix}weight") in self.tensors:
-                raise ValueError(f"{matrix} is beside it")
-        self._layers[matrix] = names
-        self.tensors[matrix] = StoredTensor(file, size, form)
-
-    def _size(self, main: StoredTensor) -> MatrixSize:
-        if len(main.shape) != 2 or not all(main.shape) or main.kind not in self._layout.main_dtypes:
-            raise ValueError(f"it has shape {list(main.shape)} and dtype {main.kind}")
-        size, multiple = self._layout.size(*main.shape), GROUP_SIZES[-1]
+        """Replace the tensors of a layer by its matrix. Raise `ValueError`."""
+        layout, prefix = self._layout, main.removesuffix(self._layout.main)
+        stored = self.tensors[main]
+        if len(stored.shape) != 2 or not all(stored.shape) or stored.kind not in layout.main_dtypes:
+            raise ValueError(f"it has shape {list(stored.shape)} and dtype {stored.kind}")
+        size, multiple = layout.size(*stored.shape), GROUP_SIZES[-1]
         if size.in_features % multiple:
             raise ValueError(f"the matrix has {size.in_features} inputs, and only multiples of {multiple} are served")
-        return size
+        found = {part: self._name(prefix, part, form) for part, form in layout.forms(size).items()}
+        names = {part: name for part, name in found.items() if name}
+        form = layout.format(self._read(names, CPU), size)
+        names[layout.main] = main
+        for name in names.values():
+            del self.tensors[name]
+        if (matrix := f"{prefix}weight") in self.tensors:
+            raise ValueError(f"{matrix} is beside it")
+        self._layers[matrix] = names
+        self.tensors[matrix] = StoredTensor(stored.file, size, form)
 
     def _name(self, prefix: str, part: str, form: TensorForm) -> str:
-        """Return the name of a checked tensor of a layer, empty if it is absent and not required."""
+        """Return a checked tensor's name, empty if it is absent and not required."""
         found = [prefix + each for each in (part, *ALIASES.get(part, ())) if prefix + each in self.tensors]
-        if len(found) != 1:
-            if found or form.is_required:
-                raise ValueError(f"{' and '.join(found)} are beside it" if found else f"{part} is missing beside it")
-            return ""
-        stored = self.tensors[found[0]]
-        if stored.shape not in form.shapes or stored.kind not in form.dtypes:
-            shapes, dtypes = (" or ".join(map(str, each)) for each in (map(list, form.shapes), form.dtypes))
-            raise ValueError(f"{part} is {list(stored.shape)} {stored.kind}, it must be {shapes} in {dtypes}")
-        return found[0]
-
-    def _read(self, names: Mapping[str, str], device: torch.device) -> Tensors:
-        return {part: self._folder.matrix(name, device) for part, name in names.items()}
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found)} are beside it")
+        if not found and form.is_required:
+            raise ValueError(f"{part} is missing beside it")
+        for name in found:
+            _, shape, kind, _ = self.tensors[name]
+            if shape not in form.shapes or kind not in form.dtypes:
+                shapes, dtypes = (" or ".join(map(str, each)) for each in (map(list, form.shapes), form.dtypes))
+                raise ValueError(f"{part} is {list(shape)} {kind}, it must be {shapes} in {dtypes}")
+        return "".join(found)
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:

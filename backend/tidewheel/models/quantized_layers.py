@@ -22,9 +22,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WORDS = (torch.int32,)
 INDICES = (torch.int32, torch.int64)
 GROUP_SIZES = (128, 64, 32)  # of `GroupedWeights`
-AWQ_FIELDS = [0, 4, 1, 5, 2, 6, 3, 7]  # field of a word that holds each of 8 outputs
+ROUNDED = GroupFormat(8)  # one product serves every device, scale and order
+AWQ_FIELDS = [0, 4, 1, 5, 2, 6, 3, 7]  # field of a word, by output
 
-Tensors = Mapping[str, torch.Tensor]  # of a layer, by the last part of their names
+Tensors = Mapping[str, torch.Tensor]  # by the last part of their names
 
 
 class MatrixSize(NamedTuple):
@@ -38,27 +39,37 @@ class TensorForm(NamedTuple):
     is_required: bool = True
 
 
-@dataclass(frozen=True)
-class IntegerLayout(ABC):
-    """Codes of 4 or 8 bits with values ``scale * (code - zero)``, a scale and a zero by output and group of inputs.
-
-    Where groups are not successive inputs (act-order), the matrix is floats, for the source to round: products need
-    not gather inputs, and q, k and v stay one matrix though their orders may differ.
-    """
-
+class Layout(ABC):
     main = "weight"  # tensor of the codes
     main_dtypes = WORDS
-    bits: Bits
-    group_size: int  # 0: a whole row
-    needs_order: bool  # the file must say the group of each input
 
     def size(self, rows: int, columns: int) -> MatrixSize:
-        """Return the matrix's size from the shape of the main tensor."""
+        """Return the matrix's size from the main tensor's shape."""
         return MatrixSize(rows, columns)
 
     @abstractmethod
     def forms(self, size: MatrixSize) -> dict[str, TensorForm]:
-        """Return the tensors besides the main tensor. Raise `ValueError` for a size that has none."""
+        """Return the other tensors. Raise `ValueError` for a size that has none."""
+
+    @abstractmethod
+    def format(self, tensors: Tensors, size: MatrixSize) -> GroupFormat:
+        """Return the matrix's format from the tensors in `forms`. Raise `ValueError`."""
+
+    @abstractmethod
+    def matrix(self, tensors: Tensors, size: MatrixSize) -> GroupedWeights | torch.Tensor:
+        """Return the matrix on its tensors' device, as float32 if it is to be `ROUNDED`."""
+
+
+@dataclass(frozen=True)
+class IntegerLayout(Layout):
+    """Codes of 4 or 8 bits with values ``scale * (code - zero)``, a scale and a zero by output and group of inputs.
+
+    Groups of scattered inputs (act-order) are rounded: products gather no inputs, and q, k and v stay one matrix.
+    """
+
+    bits: Bits
+    group_size: int  # 0: a whole row
+    needs_order: bool  # the file must say the group of each input
 
     @abstractmethod
     def codes(self, tensors: Tensors) -> torch.Tensor:
@@ -73,8 +84,7 @@ class IntegerLayout(ABC):
             raise ValueError(f"{size.in_features} inputs are not groups of group_size {self.group_size}")
         return size.in_features // (self.group_size or size.in_features)
 
-    def format(self, tensors: Tensors, size: MatrixSize) -> GroupFormat | None:
-        """Return the format of `matrix`, from the tensors in `forms`. Raise `ValueError` for their values."""
+    def format(self, tensors: Tensors, size: MatrixSize) -> GroupFormat:
         scales, zeros = self.levels(tensors, size)
         if not (scales * zeros.clamp(min=1)).half().isfinite().all():
             raise ValueError("its scales have values that are not finite, or that float16 cannot hold")
@@ -82,10 +92,9 @@ class IntegerLayout(ABC):
         if not 0 <= groups.min() <= groups.max() < num_groups:
             raise ValueError(f"its inputs are in groups {groups.min()} to {groups.max()} of {num_groups}")
         group_size = successive_inputs(groups)
-        return GroupFormat(self.bits, group_size, self._has_minimums(zeros)) if group_size else None
+        return GroupFormat(self.bits, group_size, self._has_minimums(zeros)) if group_size else ROUNDED
 
     def matrix(self, tensors: Tensors, size: MatrixSize) -> GroupedWeights | torch.Tensor:
-        """Return the matrix on the device of its tensors; float32 where `GroupedWeights` cannot hold its values."""
         codes, (scales, zeros), groups = self.codes(tensors), self.levels(tensors, size), self._groups(tensors, size)
         group_size = successive_inputs(groups)
         if group_size is None:
@@ -107,12 +116,10 @@ class IntegerLayout(ABC):
 
 
 def successive_inputs(groups: torch.Tensor) -> int | None:
-    """Return the largest size of `GROUP_SIZES` by which all successive inputs share a group, or None."""
+    """Return the largest of `GROUP_SIZES` by which successive inputs share a group, or None."""
     for size in GROUP_SIZES:
-        if len(groups) % size == 0:
-            blocks = groups.view(-1, size)
-            if (blocks == blocks[:, :1]).all():
-                return size
+        if len(groups) % size == 0 and (groups == groups[::size].repeat_interleave(size)).all():
+            return size
     return None
 
 
@@ -219,30 +226,26 @@ class PackedLayout(CompressedLayout):
 
 
 def _by_output(levels: torch.Tensor, size: MatrixSize) -> torch.Tensor:
-    return levels.float() if levels.dim() == 2 else levels.float().reshape(1, 1).expand(size.out_features, 1)
+    return levels.float().reshape(-1, levels.shape[-1] if levels.dim() == 2 else 1).expand(size.out_features, -1)
 
 
 @dataclass(frozen=True)
-class Fp8Layout:
+class Fp8Layout(Layout):
     """weight [out, in] float8_e4m3fn, with a scale for the tensor, for each output, or for each block."""
 
-    main = "weight"
     main_dtypes = (torch.float8_e4m3fn,)
     block: tuple[int, int] | None  # outputs, inputs
 
-    def size(self, rows: int, columns: int) -> MatrixSize:
-        return MatrixSize(rows, columns)
-
     def forms(self, size: MatrixSize) -> dict[str, TensorForm]:
-        out = size.out_features
-        if self.block is None:
-            return {"weight_scale": TensorForm(FLOATS, ((), (1,), (out,), (out, 1)))}
-        blocks = tuple(-(-length // block) for length, block in zip(size, self.block, strict=True))
-        return {"weight_scale": TensorForm(FLOATS, (blocks,))}
+        shapes: tuple[tuple[int, ...], ...] = ((), (1,), (size.out_features,), (size.out_features, 1))
+        if self.block is not None:
+            shapes = (tuple(-(-length // block) for length, block in zip(size, self.block, strict=True)),)
+        return {"weight_scale": TensorForm(FLOATS, shapes)}
 
-    def format(self, tensors: Tensors, size: MatrixSize) -> None:
+    def format(self, tensors: Tensors, size: MatrixSize) -> GroupFormat:
         if not self._scales(tensors, size).half().isfinite().all():
             raise ValueError("weight_scale has values that are not finite, or that float16 cannot hold")
+        return ROUNDED
 
     def matrix(self, tensors: Tensors, size: MatrixSize) -> torch.Tensor:
         return tensors["weight"].float().mul_(self._scales(tensors, size))
@@ -254,6 +257,3 @@ class Fp8Layout:
         for axis, (length, block) in enumerate(zip(size, self.block, strict=True)):
             scales = scales.repeat_interleave(min(block, length), axis).narrow(axis, 0, length)
         return scales
-
-
-Layout = IntegerLayout | Fp8Layout

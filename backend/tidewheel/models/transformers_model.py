@@ -1,4 +1,4 @@
-"""Models that run through transformers, with its attention replaced by attention over the paged cache.
+"""Models that run through transformers, with attention over the paged cache.
 
 transformers tells the attention function its layer, not its step: a context variable holds the step's attention.
 """
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import NATIVE, check_class, check_config
+from tidewheel.models.architectures import NATIVE, check_class, check_config, not_offered
 from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.model_folder import architecture, one_line
@@ -121,7 +121,7 @@ class AttentionProbe:
 
 
 def _expected_window(config: Any, layer: int) -> int | None:
-    """Return a layer's sliding window in tokens: 0 for none, None if `config` does not say."""
+    """Return a layer's sliding window in tokens, 0 for none, None if unknown."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -148,8 +148,7 @@ def _check_call(call: AttentionCall, window: int | None) -> None:
 def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, int]], int]:
     """Return (num_kv_heads, head_dim) of each layer, and the width of the logits.
 
-    Raise `ConfigError` if paged attention gives other logits than transformers' own for a few tokens.
-    This finds biases, sinks and masks that are not passed as arguments.
+    Raise `ConfigError` if paged attention changes logits of a few tokens, as hidden biases, sinks and masks would.
     """
     inputs = {
         "input_ids": random_tokens(NUM_TOKENS, model.config.vocab_size, device).unsqueeze(0),
@@ -163,24 +162,20 @@ def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, 
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot run with paged attention: {one_line(error)}") from error
     if not probed.caches:
-        raise ConfigError(f"{name} is not offered: {NO_INTERFACE}")
+        raise not_offered(name, NO_INTERFACE)
     layers = sorted(probed.caches)
     if layers != list(range(model.config.num_hidden_layers)):
-        raise ConfigError(f"{name} is not offered: {len(layers)} of {model.config.num_hidden_layers} layers attend")
+        raise not_offered(name, f"{len(layers)} of {model.config.num_hidden_layers} layers attend")
     model.set_attn_implementation("eager")
     difference = relative_difference(paged, model(**inputs).logits.float())
     model.set_attn_implementation(IMPLEMENTATION)
     limit = TOLERANCE[model.dtype]
     if not difference <= limit:
-        raise ConfigError(
-            f"{name} is not offered: paged attention changes its logits by {difference:.2g}, at most {limit} is right"
-        )
+        raise not_offered(name, f"paged attention changes its logits by {difference:.2g}, at most {limit} is right")
     keys = [probed.caches[layer][0] for layer in layers]
     vocab_size, num_embeddings = paged.shape[-1], model.get_input_embeddings().weight.shape[0]
     if num_embeddings < vocab_size:
-        raise ConfigError(
-            f"{name} is not offered: it has logits of {vocab_size} tokens, embeddings of {num_embeddings}"
-        )
+        raise not_offered(name, f"it has logits of {vocab_size} tokens, embeddings of {num_embeddings}")
     return [(key.shape[2], key.shape[3]) for key in keys], vocab_size
 
 
@@ -195,7 +190,7 @@ class TransformersModel:
         self._model = model
         kv_shapes, vocab_size = probe(model, name, device)
         if len(set(kv_shapes)) != 1:
-            raise ConfigError(f"{name} is not offered: its layers keep keys of different shapes")
+            raise not_offered(name, "its layers keep keys of different shapes")
         hidden_size = model.config.hidden_size
         self.shape = ModelShape(
             len(kv_shapes), *kv_shapes[0], vocab_size, hidden_size,
@@ -214,7 +209,7 @@ class TransformersModel:
         return logits.squeeze(0)
 
     def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits as `forward` does, and as states the logits [P, vocab_size] of tokens `indices` [P] int64."""
+        """Return logits, and as states the logits [P, vocab_size] of tokens `indices` [P] int64."""
         both = self.forward(step._replace(logit_indices=torch.cat((step.logit_indices, indices))))
         logits, states = both.tensor_split([len(step.logit_indices)])
         return logits, states
@@ -246,10 +241,14 @@ def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
 def load_transformers_model(
     cls: Any, config: Any, folder: Path, seed: int | None, dtype: torch.dtype, device: torch.device
 ) -> TransformersModel:
-    """Load the folder's validated weights, or random weights from `seed` if set. Raise `ConfigError`."""
+    """Load the folder's validated weights, or random ones from `seed`. Raise `ConfigError`."""
     try:
         if seed is None:
-            model, found = _from_files(folder, cls, config, dtype)
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            model, found = cls.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True,
+                local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
         else:
             torch.manual_seed(seed)
             found = {}
@@ -257,18 +256,10 @@ def load_transformers_model(
                 model = cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # own attention table
-            raise ConfigError(f"{cls.__name__} is not offered: {NO_INTERFACE}") from error
+            raise not_offered(cls.__name__, NO_INTERFACE) from error
         raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {one_line(error)}") from error
     if missing := found.get("missing_keys"):
         raise ConfigError(f"{folder}: the checkpoint lacks {named(missing)}")
     if unexpected := found.get("unexpected_keys"):
         raise ConfigError(f"{folder}: the checkpoint has {named(unexpected)}, which has no place")
     return TransformersModel(model.to(device).eval().requires_grad_(False), cls.__name__, device)
-
-
-def _from_files(folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return cls.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True,
-        local_files_only=True, trust_remote_code=False, output_loading_info=True,
-    )  # fmt: skip

@@ -1,13 +1,11 @@
-"""Sources of weights: what a checkpoint holds, by Hugging Face's names, and its matrices as they are stored."""
+"""Sources of weights, by Hugging Face's names."""
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,8 +13,9 @@ from tidewheel.config import Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import MAX_CONFIG_BYTES
 from tidewheel.models.linear import FormatChoice, GroupFormat, MatrixFormat
-from tidewheel.models.safetensors_file import FileChunk, SafetensorsFile, plan_chunks
-from tidewheel.models.weight_stream import SLOT_BYTES, sink_on, stream_chunks
+from tidewheel.models.model_folder import gguf_by_name
+from tidewheel.models.safetensors_file import read_tensors
+from tidewheel.models.weight_stream import BytesRead, StoredTensor, copy_tensors
 from tidewheel.regular_files import read_object
 from tidewheel_kernels.grouped_linear import GroupedWeights
 
@@ -28,69 +27,47 @@ NUM_NAMED = 3
 
 ROUNDED: Mapping[str, GroupFormat] = {"int8": GroupFormat(8), "int4": GroupFormat(4, has_minimums=True)}
 
-BytesRead = Callable[[int], None]  # called with the bytes read since the last call
-
 
 def uncounted(_num_bytes: int) -> None:
     pass
 
 
-class StoredTensor(NamedTuple):
-    file: Path
-    shape: tuple[int, ...]
-    kind: torch.dtype | GroupFormat
-
-    @property
-    def num_bytes(self) -> int:
-        size = math.prod(self.shape)
-        return self.kind.num_bytes(size) if isinstance(self.kind, GroupFormat) else size * self.kind.itemsize
-
-
-class WeightSource(Protocol):
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
+class WeightSource:
+    tensors: Mapping[str, StoredTensor]
 
     def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
         """Copy each tensor to its contiguous destination, converted to its dtype. Raise `ConfigError`."""
+        copy_tensors(self.tensors, destinations, read)
+
+    def plain(self, name: str, device: torch.device) -> torch.Tensor:
+        stored = self.tensors[name]
+        assert isinstance(stored.kind, torch.dtype)
+        tensor = torch.empty(stored.shape, dtype=stored.kind, device=device)
+        self.copy({name: tensor}, uncounted)
+        return tensor
 
     def matrix(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
         """Return a matrix [out_features, in_features] as it is stored. Raise `ConfigError`."""
+        return self.plain(name, device)
 
 
-class SafetensorsFolder:
-    """Weights of a folder of safetensors files."""
-
+class SafetensorsFolder(WeightSource):
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files = [SafetensorsFile(path) for path in _checkpoint_paths(folder)]
-        self.tensors: dict[str, StoredTensor] = {}
-        for file in self.files:
-            for name, entry in file.entries.items():
-                if name in self.tensors:
+        tensors: dict[str, StoredTensor] = {}
+        for path in _checkpoint_paths(folder):
+            for name, stored in read_tensors(path).items():
+                if name in tensors:
                     raise ConfigError(f"{folder}: {name} is in more than one file")
-                self.tensors[name] = StoredTensor(file.path, entry.shape, entry.dtype)
-
-    def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
-        def delivered(chunk: FileChunk) -> None:
-            read(chunk.size)
-
-        device = next(iter(destinations.values())).device
-        stream_chunks(plan_chunks(self.files, destinations, SLOT_BYTES), sink_on(device), delivered)
-
-    def matrix(self, name: str, device: torch.device) -> torch.Tensor:
-        stored = self.tensors[name]
-        assert isinstance(stored.kind, torch.dtype)
-        matrix = torch.empty(stored.shape, dtype=stored.kind, device=device)
-        self.copy({name: matrix}, uncounted)
-        return matrix
+                tensors[name] = stored
+        self.tensors = tensors
 
 
-class RandomWeights:
+class RandomWeights(WeightSource):
     """Random weights, equal for equal names, shapes, seed and device model."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> None:
         self.tensors = {name: StoredTensor(Path(), shape, dtype) for name, shape in shapes.items()}
-        self._dtype, self._seed = dtype, seed
+        self._seed = seed
 
     def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
         generator = torch.Generator(next(iter(destinations.values())).device)
@@ -102,14 +79,9 @@ class RandomWeights:
                 tensor.normal_(0.0, RANDOM_STD, generator=generator.manual_seed(seed))
             read(tensor.nbytes)
 
-    def matrix(self, name: str, device: torch.device) -> torch.Tensor:
-        matrix = torch.empty(self.tensors[name].shape, dtype=self._dtype, device=device)
-        self.copy({name: matrix}, uncounted)
-        return matrix
-
 
 def format_choice(wanted: Quantization, source: WeightSource | None = None) -> FormatChoice:
-    """Return the choice of a layer's format; `source` is the checkpoint, if it is known yet."""
+    """Return the choice of a layer's format; `source`: the checkpoint, if known."""
 
     def choose(names: Sequence[str]) -> MatrixFormat:
         is_outer = names[0] in OUTER_MATRICES
@@ -130,7 +102,7 @@ def _joined(kinds: Sequence[torch.dtype | GroupFormat]) -> MatrixFormat:
     if not formats or len(formats) < len(kinds):
         return None
     return GroupFormat(
-        8 if any(form.bits == 8 for form in formats) else 4,
+        max(form.bits for form in formats),
         min(form.group_size for form in formats),
         any(form.has_minimums for form in formats),
     )
@@ -139,29 +111,21 @@ def _joined(kinds: Sequence[torch.dtype | GroupFormat]) -> MatrixFormat:
 def check_names(
     source: WeightSource, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool], where: Path
 ) -> None:
-    """Raise `ConfigError` for a tensor that is missing, has another shape or no floats, or is unknown."""
-    for name, stored in source.tensors.items():
-        if name not in shapes:
-            continue
-        if stored.shape != shapes[name]:
-            raise ConfigError(
-                f"{stored.file}: {name} has shape {list(stored.shape)}, config.json asks for {list(shapes[name])}"
-            )
-        if isinstance(stored.kind, torch.dtype) and not _is_float(stored.kind):
-            raise ConfigError(
-                f"{stored.file}: {name} has dtype {stored.kind}; only float weights are served, and quantised "
-                "ones that config.json describes"
-            )
-    missing = [name for name in shapes if name not in source.tensors]
-    if missing:
+    """Raise `ConfigError` for tensors that are missing, unknown, of another shape, or no floats."""
+    if missing := shapes.keys() - source.tensors.keys():
         raise ConfigError(f"{where}: the checkpoint lacks {named(missing)}; its files and config.json do not match")
-    left_over = [name for name in source.tensors if name not in shapes and not ignored(name)]
-    if left_over:
+    for name, wanted in shapes.items():
+        file, shape, kind, _ = source.tensors[name]
+        if shape != wanted:
+            raise ConfigError(f"{file}: {name} has shape {list(shape)}, config.json asks for {list(wanted)}")
+        # Floats of 8 bits have scales.
+        if isinstance(kind, torch.dtype) and not (kind.is_floating_point and kind.itemsize > 1):
+            raise ConfigError(
+                f"{file}: {name} has dtype {kind}; only float weights are served, and quantised ones that "
+                "config.json describes"
+            )
+    if left_over := {name for name in source.tensors if name not in shapes and not ignored(name)}:
         raise ConfigError(f"{where}: the checkpoint has {named(left_over)}, which config.json has no place for")
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1  # floats of 8 bits have scales
 
 
 def named(names: Iterable[str]) -> str:
@@ -177,7 +141,9 @@ def _checkpoint_paths(folder: Path) -> list[Path]:
         return [folder / SINGLE_NAME]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise ConfigError(f"{folder} has pickled weights only, which are never loaded: convert them to safetensors")
-    raise ConfigError(f"{folder} has no weights: {SINGLE_NAME} and {INDEX_NAME} are both missing")
+    raise ConfigError(
+        f"{folder} has no weights: {SINGLE_NAME} and {INDEX_NAME} are both missing; {gguf_by_name('OWNER/NAME')}"
+    )
 
 
 def _indexed_paths(folder: Path) -> list[Path]:

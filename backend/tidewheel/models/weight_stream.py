@@ -1,4 +1,4 @@
-"""Threaded reading of checkpoint chunks in bounded memory, into host memory or through a pinned ring.
+"""Tensors in files, read by threads into host memory, or through a pinned ring.
 
 If a file shrinks, preadv(2) returns fewer bytes; a memory mapping would end the process (SIGBUS).
 """
@@ -6,24 +6,70 @@ If a file shrinks, preadv(2) returns fewer bytes; a memory mapping would end the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import FileChunk
+from tidewheel.models.linear import GroupFormat
 
 MAX_READERS = 8  # outrun a PCIe 5.0 x16 link
 SLOT_BYTES = 8 << 20
 SLOTS_PER_READER = 2  # one is read while the other is copied
 
+BytesRead = Callable[[int], None]  # called with the bytes read since the last call
+
+
+class StoredTensor(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    kind: torch.dtype | GroupFormat
+    begin: int = 0  # byte of the file
+
+    @property
+    def num_bytes(self) -> int:
+        size = math.prod(self.shape)
+        return self.kind.num_bytes(size) if isinstance(self.kind, GroupFormat) else size * self.kind.itemsize
+
+
+class FileChunk(NamedTuple):
+    file: Path
+    begin: int  # byte of the file
+    dtype: torch.dtype  # in the file
+    destination: torch.Tensor  # flat view [n]
+
+    @property
+    def size(self) -> int:
+        return self.destination.numel() * self.dtype.itemsize
+
+    @property
+    def is_converted(self) -> bool:
+        return self.dtype != self.destination.dtype
+
+
+def plan_chunks(
+    tensors: Mapping[str, StoredTensor], destinations: Mapping[str, torch.Tensor], max_bytes: int
+) -> list[FileChunk]:
+    """Return chunks of the destinations' tensors, in the order of the files."""
+    chunks: list[FileChunk] = []
+    for name in sorted(destinations, key=lambda name: (tensors[name].file, tensors[name].begin)):
+        file, _, dtype, begin = tensors[name]
+        assert isinstance(dtype, torch.dtype)
+        for piece in torch.split(destinations[name].view(-1), max_bytes // dtype.itemsize):
+            if piece.numel():
+                chunks.append(FileChunk(file, begin, dtype, piece))
+                begin += chunks[-1].size
+    return chunks
+
 
 class HostSink:
-    """Destination in host memory: reads directly, or through a buffer to convert the dtype."""
+    """Host memory: read directly, or through a buffer to convert the dtype."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -113,15 +159,21 @@ def num_readers() -> int:
     return min(MAX_READERS, len(os.sched_getaffinity(0)))
 
 
-def sink_on(device: torch.device) -> ChunkSink:
-    num_slots = SLOTS_PER_READER * num_readers()
+def copy_tensors(
+    tensors: Mapping[str, StoredTensor], destinations: Mapping[str, torch.Tensor], read: BytesRead
+) -> None:
+    """Copy tensors to contiguous destinations on one device. Raise `ConfigError`."""
+    if not destinations:
+        return
+    device, num_slots = next(iter(destinations.values())).device, SLOTS_PER_READER * num_readers()
+    sink: ChunkSink = HostSink(num_slots)
     if device.type == "cuda":
-        return RingSink(CudaCopyStream(device), num_slots, SLOT_BYTES)
-    return HostSink(num_slots)
+        sink = RingSink(CudaCopyStream(device), num_slots, SLOT_BYTES)
+    stream_chunks(plan_chunks(tensors, destinations, SLOT_BYTES), sink, lambda chunk: read(chunk.size))
 
 
 def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Callable[[FileChunk], None]) -> None:
-    """Read and deliver all chunks, calling `delivered`. Raise `ConfigError` naming a file that fails."""
+    """Read and deliver all chunks, calling `delivered`. Raise `ConfigError`."""
     reading: deque[tuple[int, FileChunk, Future[None]]] = deque()
 
     def deliver_oldest() -> None:
@@ -132,7 +184,7 @@ def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Calla
 
     with contextlib.ExitStack() as stack:
         descriptors: dict[Path, int] = {}
-        for path in dict.fromkeys(chunk.file.path for chunk in chunks):
+        for path in dict.fromkeys(chunk.file for chunk in chunks):
             with _naming(path):
                 descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, descriptors[path])
@@ -142,7 +194,7 @@ def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Calla
         for index, chunk in enumerate(chunks):
             if len(reading) == sink.num_slots:
                 deliver_oldest()
-            done = readers.submit(_read, descriptors[chunk.file.path], chunk, sink, index)
+            done = readers.submit(_read, descriptors[chunk.file], chunk, sink, index)
             reading.append((index, chunk, done))
         while reading:
             deliver_oldest()
@@ -151,12 +203,12 @@ def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Calla
 
 def _read(descriptor: int, chunk: FileChunk, sink: ChunkSink, index: int) -> None:
     rest = sink.buffer(index, chunk).numpy().data
-    end = chunk.file.data_start + chunk.begin + chunk.size
-    with _naming(chunk.file.path):
+    end = chunk.begin + chunk.size
+    with _naming(chunk.file):
         while rest:
             size = os.preadv(descriptor, [rest], end - len(rest))
             if size == 0:
-                raise ConfigError(f"{chunk.file.path} became shorter while it was read: download it again")
+                raise ConfigError(f"{chunk.file} became shorter while it was read: download it again")
             rest = rest[size:]
 
 

@@ -77,8 +77,9 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     stages(STAGE, 0.0)
     plan, claim = plan_model(folder, fields, config, device), None
     source = plan.open_source()
+    num_bytes = plan.check_fits(source)
     if device.type == "cpu":
-        claim = MemoryClaim(takes_share=config.has_automatic_cache, others=plan.weights_bytes(source))
+        claim = MemoryClaim(takes_share=config.has_automatic_cache, others=num_bytes)
     model = load_model(plan, source, stages)
     if device.type == "cpu":
         keep_freed_memory()

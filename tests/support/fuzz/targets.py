@@ -174,11 +174,9 @@ def safetensors(data: bytes) -> None:
 
     with _folder({"model.safetensors": data}) as folder:
         source = SafetensorsFolder(folder)
-        (file,) = source.files
-        assert all(file.data_start + entry.end <= len(data) for entry in file.entries.values())
-        wanted = {name: torch.empty(entry.shape) for name, entry in file.entries.items() if entry.end > entry.begin}
-        if wanted:
-            source.copy(wanted, uncounted)
+        assert all(stored.begin + stored.num_bytes <= len(data) for stored in source.tensors.values())
+        wanted = {name: torch.empty(stored.shape) for name, stored in source.tensors.items() if stored.num_bytes}
+        source.copy(wanted, uncounted)
 
 
 def model_folder(data: bytes) -> None:

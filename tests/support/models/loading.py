@@ -16,4 +16,6 @@ CPU = torch.device("cpu")
 def loaded(folder: Path, config: EngineConfig, device: torch.device = CPU) -> CausalLM:
     """Return a model in float32."""
     plan = plan_model(folder, read_config(folder), dataclasses.replace(config, dtype="float32"), device)
-    return load_model(plan, plan.open_source(), no_progress)
+    source = plan.open_source()
+    plan.check_fits(source)
+    return load_model(plan, source, no_progress)

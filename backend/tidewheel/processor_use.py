@@ -1,12 +1,15 @@
-"""Seconds of processor time, as Linux counts them in /proc."""
+"""Processor time, as Linux counts it in /proc."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+PERIOD_S = 0.25  # between readings
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _USER, _SYSTEM = 11, 12  # of /proc/PID/stat, after the name
 _IDLE, _IO_WAIT = 4, 5  # of a line of /proc/stat
@@ -20,35 +23,30 @@ class ProcessorUse(NamedTuple):
     waited: float = 0.0  # by threads of this process that were ready to run
 
 
-class _Sums(NamedTuple):
-    at: float
-    used: float
-    idle: float
-    waited: float
-
-
 class ProcessorMeter:
     """Reader of `ProcessorUse` since the last reading, for this process and others of the same server."""
 
-    def __init__(self, others: tuple[int, ...] = (), *, counts_waits: bool = False) -> None:
-        self._others = others
-        self._counts_waits = counts_waits
-        self._last = self._sums()
+    def __init__(self, *others: int, counts_waits: bool = False) -> None:
+        self._others, self._counts_waits = others, counts_waits
+        self._read_at, self._seconds = time.monotonic(), self._read()
 
     def read(self) -> ProcessorUse | None:
-        """Return the use since the last call; None where /proc does not say."""
-        last, self._last = self._last, self._sums()
-        if last is None or self._last is None or self._last.at <= last.at:
+        """Return the use since the last reading; None within `PERIOD_S` of it, or where /proc does not say."""
+        period_s = time.monotonic() - self._read_at
+        if period_s < PERIOD_S:
             return None
-        at, *sums = (now - before for now, before in zip(self._last, last, strict=True))
-        return ProcessorUse(*(max(seconds, 0.0) / at for seconds in sums))
+        before, self._seconds = self._seconds, self._read()
+        self._read_at += period_s
+        pairs = zip(self._seconds, before, strict=False)  # empty where /proc does not say
+        shares = [max(now - then, 0.0) / period_s for now, then in pairs]
+        return ProcessorUse(*shares) if shares else None
 
-    def _sums(self) -> _Sums | None:
+    def _read(self) -> tuple[float, ...]:
         try:
             used = time.process_time() + sum(map(_seconds_of, self._others))
-            return _Sums(time.monotonic(), used, _idle_seconds(), _waited_seconds() if self._counts_waits else 0.0)
+            return used, _idle_seconds(), sum(_waited_seconds()) if self._counts_waits else 0.0
         except (OSError, ValueError, IndexError):
-            return None
+            return ()
 
 
 def _seconds_of(pid: int) -> float:
@@ -65,12 +63,8 @@ def _idle_seconds() -> float:
     return sum(int(line[_IDLE]) + int(line[_IO_WAIT]) for line in lines if line[0] in names) * _TICK_S
 
 
-def _waited_seconds() -> float:
-    """Return the seconds that living threads of this process spent in run queues."""
-    waited_ns = 0
+def _waited_seconds() -> Iterator[float]:
+    """Yield the seconds that each living thread of this process spent in run queues."""
     for thread in Path("/proc/self/task").iterdir():
-        try:
-            waited_ns += int((thread / "schedstat").read_bytes().split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
-            continue
-    return waited_ns * 1e-9
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            yield int((thread / "schedstat").read_bytes().split()[1]) * 1e-9

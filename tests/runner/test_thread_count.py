@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tidewheel.processor_use import ProcessorUse
-from tidewheel.runner.thread_count import ThreadCount
+from tidewheel.runner.thread_count import StepThreads
 
 
 def test_threads_that_nobody_holds_up_stay() -> None:
-    threads = ThreadCount(2)
+    threads = StepThreads(2)
     assert threads.observe(ProcessorUse(used=1.8, idle=0.0, waited=0.2)) == 2
     assert threads.observe(ProcessorUse(used=0.0, idle=1.0, waited=0.0)) == 2  # beside a neighbour, without work
 
 
 def test_a_late_thread_is_left_out_until_its_processor_is_free() -> None:
-    threads = ThreadCount(2)
+    threads = StepThreads(2)
     assert threads.observe(ProcessorUse(used=1.3, idle=0.0, waited=0.6)) == 1
     assert threads.observe(ProcessorUse(used=0.9, idle=0.1, waited=0.1)) == 1
     assert threads.observe(ProcessorUse(used=0.5, idle=0.5, waited=0.1)) == 1  # requests pause
@@ -23,9 +23,9 @@ def test_a_late_thread_is_left_out_until_its_processor_is_free() -> None:
 
 
 def test_one_thread_stays_whatever_waits() -> None:
-    assert ThreadCount(1).observe(ProcessorUse(used=0.2, idle=0.0, waited=3.0)) == 1
+    assert StepThreads(1).observe(ProcessorUse(used=0.2, idle=0.0, waited=3.0)) == 1
 
 
 @pytest.mark.parametrize(("waited", "left"), [(0.5, 15), (4.0, 12), (40.0, 1)])
 def test_as_many_are_left_out_as_wait(waited: float, left: int) -> None:
-    assert ThreadCount(16).observe(ProcessorUse(used=12.0, idle=0.0, waited=waited)) == left
+    assert StepThreads(16).observe(ProcessorUse(used=12.0, idle=0.0, waited=waited)) == left

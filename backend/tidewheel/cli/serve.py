@@ -27,11 +27,8 @@ _OF_THE_GATEWAY = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "without --model and --model-repository: the folder model_repository, if there is one"
     add = parser.add_argument_group("what to serve", text).add_argument
-    add(
-        "--model",
-        metavar="PATH_OR_HF_ID",
-        help="a folder in Hugging Face's format, a GGUF file, or an id (owner/name)",
-    )
+    text = "a folder in Hugging Face's format, a GGUF file, or an id (owner/name)"
+    add("--model", metavar="PATH_OR_HF_ID", help=text)
     add("--model-repository", type=Path, metavar="DIR", help="a Triton model repository, a folder per model")
     text = "entries of the repository to serve (default: all)"
     add("--models", type=_names, default=(), metavar="NAME[,NAME...]", help=text)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -11,8 +12,9 @@ from typing import Generic, TypeVar
 from tidewheel.errors import Busy
 from tidewheel.frontend.grammar_parameters import names_grammar
 from tidewheel.frontend.live_request import LiveRequest, TokenColumns
-from tidewheel.frontend.response_interval import MAX_STRETCH, MeasuredInterval
+from tidewheel.frontend.response_interval import MAX_STRETCH, ResponseInterval
 from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.processor_use import ProcessorMeter
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +204,8 @@ class ResponseSenders:
         self._answer = answer
         self._max_interval_ns = settings.stream_interval_ms * 1e6
         self._turn_ns = 0.0  # duration, smoothed
-        self._budgeted = MeasuredInterval(engine_pid)
+        self._budgeted = ResponseInterval(len(os.sched_getaffinity(0)))
+        self._meter = ProcessorMeter(os.getppid(), engine_pid)  # the parent is tritonserver
         self._num_senders = settings.num_sender_threads
         self._changed = threading.Condition()
         self._has_timekeeper = False  # among the threads that wait
@@ -264,7 +267,8 @@ class ResponseSenders:
         num_streams = self._columns.num_awaited()
         round_ns = num_streams * self._turn_ns / self._num_senders
         keeps_up_ns = min(self._max_interval_ns, round_ns / _LOAD)
-        self._budgeted.look(time.monotonic())
+        if (use := self._meter.read()) is not None:
+            self._budgeted.observe(use)
         budgeted_ns = self._budgeted.seconds(num_streams) * 1e9
         return int(max(keeps_up_ns, min(MAX_STRETCH * self._max_interval_ns, budgeted_ns)))
 

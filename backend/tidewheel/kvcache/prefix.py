@@ -157,12 +157,6 @@ class PrefixCache:
             if self.computing.get(block_hash) == row:
                 del self.computing[block_hash]
 
-    def num_digests(self, request: Request) -> int:
-        """Return how many digests are computed of a waiting request, for the weights of the next step."""
-        if self.weights == "quantized" or request.has_quantized_hashes:
-            self._extend(request)
-        return len(request.block_hashes)
-
     def _extend(self, request: Request) -> int:
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         if self.weights == "quantized" or request.has_quantized_hashes:

@@ -103,7 +103,7 @@ class ModelRunner:
         )
         runner._claim = parts.claim
         if accelerator is None and config.num_threads is None and torch.get_num_threads() > 1:
-            runner._threads = StepThreads()
+            runner._threads = StepThreads(torch.get_num_threads())
         return runner
 
     @classmethod

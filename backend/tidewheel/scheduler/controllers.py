@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
-from tidewheel.batch import RowArray, ScheduledBatch, WeightVariant
+from tidewheel.batch import RowArray, ScheduledBatch
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate
 from tidewheel.scheduler.pressure import PressureController
 from tidewheel.scheduler.state import SchedulerState
-from tidewheel.scheduler.step_plan import InFlightStep, StepLimits, StepPlan
+from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
 from tidewheel.scheduler.strategy import STRATEGIES, JoinView
 
 MIN_TOKEN_BUDGET = 16
@@ -152,7 +153,6 @@ class StepControl:
         if config.enable_seqs_governor:
             target_ms = config.governor_target_latency_ms
             self._governor = SeqsGovernor(self.max_num_seqs, None if target_ms is None else 1e-3 * target_ms)
-
         self._pressure: PressureController | None = None
         if config.has_quantized_copy:
             self._pressure = PressureController(config.pressure_memory, 1e-3 * config.pressure_latency_ms)
@@ -167,18 +167,18 @@ class StepControl:
         keeps_full = (state.columns.keeps_full & state.columns.running).any()
         state.kv.prefixes.weights = "quantized" if is_on and not keeps_full else "full"
 
-    def weights_of(self, plan: StepPlan) -> WeightVariant:
-        keeps_full = any(new.request.keeps_full_weights for new in plan.new_rows)
-        return "full" if keeps_full else self._state.kv.prefixes.weights
-
-    def note_weights(self, batch: ScheduledBatch, rows: RowArray) -> None:
-        """Note that a step is reserved: rows that several weights compute publish no further blocks."""
+    def choose_weights(self, batch: ScheduledBatch, rows: RowArray) -> ScheduledBatch:
+        """Return the batch with its weights. Rows that several weights compute publish no further blocks."""
         if self._pressure is None:
-            return
+            return batch
         state = self._state
-        state.stats.num_quantized_steps += batch.weights == "quantized"
+        keeps_full = any(new.request.keeps_full_weights for new in batch.new_rows)
+        if state.kv.prefixes.weights == "quantized" and not keeps_full:
+            batch = replace(batch, weights="quantized")
+            state.stats.num_quantized_steps += 1
         for row in state.columns.note_weights(rows, batch.start_positions, batch.weights).tolist():
             state.kv.prefixes.drop_announced(row)
+        return batch
 
     def _kv_usage(self) -> float:
         return 1.0 - self._state.kv.num_free_blocks / self._state.kv.num_blocks

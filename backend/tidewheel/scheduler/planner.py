@@ -123,7 +123,7 @@ class StepPlanner:
         count = self._cached.get(request.request_id)
         if count is None:
             kv = self._state.kv
-            num_digests = request.num_tokens // kv.block_size - kv.prefixes.num_digests(request)
+            num_digests = request.num_tokens // kv.block_size - len(request.block_hashes)
             if num_digests > self._digests_left:
                 return 0
             self._digests_left -= max(num_digests, 0)

@@ -132,11 +132,10 @@ class Scheduler:
     def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
         state = self._state
         step_id = state.stats.num_steps
-        transfers, weights = state.kv.take_transfers(step_id), self._control.weights_of(plan)
-        batch = plan.to_batch(step_id, state.columns.take_left_rows(), transfers, weights)
+        batch = plan.to_batch(step_id, state.columns.take_left_rows(), state.kv.take_transfers(step_id))
         rows = batch.rows.astype(np.intp)
+        batch = self._control.choose_weights(batch, rows)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
-        self._control.note_weights(batch, rows)
         self._in_flight.append(InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started))
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
@@ -227,9 +226,8 @@ def _commit_step(
     columns.num_inflight_tokens[rows] -= counts
     for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
         row = int(rows[index])
-        state.kv.commit(
-            row, columns.request(row), columns.num_cacheable_tokens(row)
-        )  # blocks of output are published at the end
+        # blocks of output are published at the end
+        state.kv.commit(row, columns.request(row), columns.num_cacheable_tokens(row))
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     requests = columns.append_tokens(rows, tokens, now)

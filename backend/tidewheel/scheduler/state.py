@@ -183,9 +183,8 @@ class SchedulerState:
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:
             return hit
-        if self.columns.num_cacheable_tokens(leader.row) < leader.num_prompt_tokens - 1:
-            return hit
-        if leader.has_quantized_hashes != request.has_quantized_hashes:
+        has_prompt = self.columns.num_cacheable_tokens(leader.row) >= leader.num_prompt_tokens - 1
+        if not has_prompt or leader.has_quantized_hashes != request.has_quantized_hashes:
             return hit
         fork = self.kv.fork_hit(leader.row, request)
         return fork if fork.num_tokens > hit.num_tokens else hit

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, Int64Array, NewRow, RowArray, ScheduledBatch, TransferArrays, WeightVariant
+from tidewheel.batch import Int32Array, Int64Array, NewRow, RowArray, ScheduledBatch, TransferArrays
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
 
@@ -124,9 +124,7 @@ class StepPlan:
         self._block_indices += indices
         self._block_ids += block_ids
 
-    def to_batch(
-        self, step_id: int, freed_rows: Int32Array, transfers: TransferArrays, weights: WeightVariant
-    ) -> ScheduledBatch:
+    def to_batch(self, step_id: int, freed_rows: Int32Array, transfers: TransferArrays) -> ScheduledBatch:
         chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens first
         num_decodes = len(self.decode_rows)
         n = num_decodes + len(chunks)
@@ -149,7 +147,6 @@ class StepPlan:
             block_indices=_ids(self._block_indices),
             block_ids=_ids(self._block_ids),
             transfers=transfers,
-            weights=weights,
         )
 
 

@@ -1,6 +1,6 @@
 """Baseline for the engine: transformers `generate` over a batch, greedy.
 
-Rows are padded on the left and share a KV cache. Every row is computed until the last row ends.
+Rows are padded on the left and share a KV cache; each is computed until the last ends.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Protection of clients' texts from core dumps and error reports."""
-
 from __future__ import annotations
 
 import contextlib

@@ -57,20 +57,20 @@ class SchedulingSettings:
     """Engine settings that the scheduler reads directly."""
 
     # steps
-    max_num_seqs: int = 256  # requests that run at once, at most
+    max_num_seqs: int = 256  # most requests that run at once
     max_num_batched_tokens: int = 2048  # token budget of a step
 
     # policies
-    ageing_s: float = 10.0  # time after which a waiting request is lifted a class, again and again, to HIGH; seconds
+    ageing_s: float = 10.0  # seconds after which a waiting request rises a class, repeatedly, up to HIGH
     cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
-    predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
+    predictor_prior_tokens: int = 128  # assumed output length until requests have ended
     long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; none: the budget
 
     # admission
-    max_waiting_requests: int = 1024  # requests that have not started, at most
-    max_waiting_tokens: int = 1 << 22  # prompt tokens of these, at most
-    breaker_error_rate: float | None = None  # error rate above which the breaker opens; none: errors do not open it
-    breaker_queue_time_s: float | None = None  # wait above which the breaker opens; none: waiting does not open it
+    max_waiting_requests: int = 1024  # most requests that have not started
+    max_waiting_tokens: int = 1 << 22  # most prompt tokens of these
+    breaker_error_rate: float | None = None  # error rate above which the breaker opens; none: it stays closed
+    breaker_queue_time_s: float | None = None  # wait above which the breaker opens; none: it stays closed
 
     # preemption
     admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
@@ -80,10 +80,10 @@ class SchedulingSettings:
     # strategies
     scheduling_strategy: StrategyName = "continuous"  # continuous: requests join in any step; the others form batches
     batch_size: int | None = None  # static: requests of a batch; none: max_num_seqs
-    batch_timeout_ms: float = 50.0  # static: how long a batch that is not full waits
+    batch_timeout_ms: float = 50.0  # static: longest wait of a partial batch
     batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: what the window is steered to
-    hybrid_threshold: int = 8  # hybrid: while fewer requests than this run and wait, they join at once
-    hybrid_backlog: int = 256  # hybrid: while more requests than this wait, they join at once
+    hybrid_threshold: int = 8  # hybrid: with fewer running and waiting, requests join at once
+    hybrid_backlog: int = 256  # hybrid: with more waiting, requests join at once
 
     # controllers
     enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
@@ -97,13 +97,15 @@ class SchedulingSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(SchedulingSettings):
     # model
-    model: str  # a folder, relative to the version folder of the entry, or a Hugging Face id
+    model: str  # a folder or GGUF file, relative to the entry's version folder, or a Hugging Face id
     revision: str = ""  # branch, tag or commit of a Hugging Face id; empty: the main branch
-    download_dir: str = ""  # folder where models of a Hugging Face id are kept; empty: Hugging Face's cache
+    download_dir: str = ""  # folder for models of a Hugging Face id; empty: Hugging Face's cache
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
     quantization: Quantization = "auto"  # auto: weights as stored; none: as dtype; fp8, int8, int4: rounded at load
-    pressure_quantization: PressureQuantization = "none"  # a copy of the weights beside them, for times of pressure
+    pressure_quantization: PressureQuantization = (
+        "none"  # format of a second copy of the weights, which computes under pressure
+    )
     deterministic: bool = False  # a request's tokens do not depend on what else runs; slower, native models on a GPU
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
@@ -111,7 +113,7 @@ class EngineConfig(SchedulingSettings):
     max_model_len: MaxModelLen = "auto"  # tokens of prompt and output of one request; auto: the model's, or what fits
     generation_config: str = ""  # default sampling: auto (the model's), vllm (none), or a folder; LLM: auto, if empty
     override_generation_config: str = "{}"  # default sampling over that of generation_config
-    max_logprobs: int = 20  # most log-probabilities that a request may ask for at a token
+    max_logprobs: int = 20  # most log-probabilities that a request may ask for per token
     num_threads: int | None = None  # CPU threads of the engine; none: all free cores, one for small models
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
 
@@ -124,7 +126,7 @@ class EngineConfig(SchedulingSettings):
     enable_prefix_caching: bool = True  # requests reuse the blocks of prompts that begin alike
 
     # steps
-    enforce_eager: bool = False  # run without CUDA graphs; on a CPU there are none anyway
+    enforce_eager: bool = False  # run without CUDA graphs; no effect on a CPU
     async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
 
     # metrics
@@ -140,13 +142,13 @@ class EngineConfig(SchedulingSettings):
     tenants: str = ""  # weights, limits and rights by tenant
 
     # admission
-    max_prompt_bytes: int = 1 << 22  # longest prompt; a longer one is refused before it is tokenised
+    max_prompt_bytes: int = 1 << 22  # longest prompt; a longer one is refused before tokenisation
 
     # preemption
     swap_space: float = 0.0  # GiB of host memory behind the KV cache
 
     # sessions
-    session_ttl_s: float = 300.0  # how long a session is kept if its request does not say
+    session_ttl_s: float = 300.0  # how long a session is kept if its request names no time
     max_session_ttl_s: float = 3600.0  # longest time that a request may ask for
     max_sessions: int = 4096  # sessions of all tenants; over it the tenant with most loses one
     session_max_blocks: int | None = None  # blocks of one session; none: its context

@@ -50,10 +50,7 @@ def plain(value: object) -> object:
 
 
 def translate(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings by our names, without nulls; arguments without effect are logged and dropped.
-
-    Raise `ConfigError` for unsupported arguments.
-    """
+    """Return settings by our names, without nulls and what has no effect (logged). Raise `ConfigError`."""
     translated: dict[str, object] = {}
     without_effect: list[str] = []
     origin: dict[str, str] = {}

@@ -31,7 +31,7 @@ TAGS: frozenset[str] = frozenset(BY_TAG)
 
 
 class ConfigError(Exception):
-    """Wrong setting or file; the message says in one line what to change."""
+    """Wrong setting or file; the message says what to change."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

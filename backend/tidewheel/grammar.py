@@ -1,5 +1,3 @@
-"""Grammars of answers, and checks of JSON schemas that llguidance would misread."""
-
 from __future__ import annotations
 
 import enum

@@ -1,5 +1,3 @@
-"""HTTP endpoint of `/ready` and `/live` for balancers and containers, and `/metrics` for Prometheus."""
-
 from __future__ import annotations
 
 import contextlib
@@ -41,7 +39,7 @@ DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):
-    """HTTP server on its own threads. Each request calls `report`, which must not block."""
+    """HTTP server of `/ready`, `/live` and `/metrics` on its own threads. It calls `report`, which must not block."""
 
     allow_reuse_address = True
     daemon_threads = True

@@ -1,5 +1,3 @@
-"""Conversion of settings from text."""
-
 from __future__ import annotations
 
 import difflib
@@ -76,7 +74,6 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
 
 
 def _coerce_text(key: str, raw: object) -> str:
-    """Return text, checked as a file name unless the setting holds JSON. Raise `ConfigError`."""
     if key in JSON_SETTINGS and isinstance(raw, dict):
         return json.dumps(raw)
     if not isinstance(raw, str):
@@ -92,7 +89,6 @@ def _coerce_text(key: str, raw: object) -> str:
 
 
 def _number(raw: object, *, is_whole: bool) -> float | None:
-    """Return a number as int or float; None for other values, NaN included."""
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
         return None
     try:

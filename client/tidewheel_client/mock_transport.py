@@ -1,5 +1,3 @@
-"""Transports without a server, for tests of clients (docs/clients.md)."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +14,7 @@ Answer = str | Iterable[str | Chunk] | RequestError
 
 
 class MockTransport:
-    """Transport that answers with the result of `answer`.
+    """Transport without a server, for tests of clients (docs/clients.md), that answers with the result of `answer`.
 
     The result is a text, its parts (texts or chunks of one sequence), or a returned or raised error. The last part
     has the finish reason `stop` by default.

@@ -1,6 +1,6 @@
 """Decoding of gRPC responses to chunks.
 
-Python reads protobuf messages slowly, and all responses of a stream describe their tensors (names, types, shapes)
+Python reads protobuf messages slowly, and a stream's responses all describe their tensors (names, types, shapes)
 alike. So our message class for Triton's wire format keeps descriptions as bytes, and equal bytes are read once.
 """
 

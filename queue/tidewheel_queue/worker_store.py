@@ -183,7 +183,7 @@ class Batcher(Generic[T, R]):
 class SilenceWatch:
     """Detector of dead workers: `most_equal` looks in a row find no new heartbeat.
 
-    Looks are counted, not time: a set clock or a pause of Redis or the machine makes no worker dead.
+    Looks are counted, not time: a set clock, or a pause of Redis or the machine, makes no worker dead.
     """
 
     def __init__(self, most_equal: int) -> None:

@@ -35,7 +35,7 @@ class RequestEvents:
     """Request log and span exporter, each fed by its own queue."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        """Open the outputs that the settings name. Raise `ConfigError` if one cannot be opened."""
+        """Open the outputs of the settings. Raise `ConfigError` if one cannot be opened."""
         model, frontend = settings.entry.labels["model_name"], settings.frontend
         targets = ((RequestLog, frontend.request_log), (RequestSpans, frontend.otlp_traces_endpoint))
         self._sinks = [sink(target, model) for sink, target in targets if target]
@@ -133,10 +133,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
 
 
 class Follower:
-    """Thread that switches a model instance to a new engine when engine or settings change.
-
-    Requests in flight finish on the old engine.
-    """
+    """Thread that moves a model instance to a new engine or settings. Requests in flight finish on the old engine."""
 
     def __init__(self, model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> None:
         """Serve from the engine `target`, and switch the model's other front ends to it."""

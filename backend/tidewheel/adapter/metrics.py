@@ -1,7 +1,7 @@
 """Publication of the metrics of engine and requests on Triton's `/metrics`.
 
-A call to Triton takes 20 to 60 µs (measured), so only changes are sent. For equal labels Triton has one series, to
-which all front ends add. A metric is never deleted: Triton would remove it under the others, and 2.51 would hang.
+A call to Triton takes 20 to 60 µs, so only changes are sent. For equal labels Triton has one series, to which all
+front ends add. A metric is never deleted: the other front ends would lose it, and server 2.51 would hang.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LABEL_VALUES: Mapping[str, Sequence[str]] = {
 class NumberSeries:
     """Gauge or counter, with a series per label value ("": no label).
 
-    A counter's total that shrinks (the process restarted) counts from 0.
+    A total that shrinks, of a new process, counts from 0.
     """
 
     def __init__(self, metric: Metric, labels: Labels, values: Iterable[str] = ()) -> None:
@@ -153,10 +153,7 @@ class SeriesTable:
                 self._numbers.append((metric, NumberSeries(metric, labels, _label_values(metric))))
 
     def publish(self, figures: Any, *, is_ours: bool = True, has_time: bool = False) -> bool:
-        """Send new figures; without `is_ours`, another front end sends them. Return whether values are left.
-
-        `has_time`: no request is live.
-        """
+        """Send new figures if `is_ours`. Return whether values are left. `has_time`: no request is live."""
         are_left = [
             series.advance(getattr(figures, name), is_ours=is_ours, has_time=has_time)
             for name, series in self._histograms

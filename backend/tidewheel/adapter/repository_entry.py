@@ -78,7 +78,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
 
 
 def resolve_settings(entry: ModelEntry) -> ModelSettings:
-    """Return engine and front-end settings of a model repository entry. Raise `ConfigError`."""
+    """Return engine and front-end settings of an entry."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
     if (frontend.io_dialect == "trtllm") != (entry.max_batch_size > 0):

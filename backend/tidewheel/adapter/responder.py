@@ -32,10 +32,7 @@ _PERF_TENSORS: Mapping[str, tuple[str, type[np.generic]]] = {
 
 
 class TritonSink:
-    """`Sink` on a Triton response sender.
-
-    Thread-safe. Triton's `is_cancelled` is not called after the FINAL response, where it crashes server 2.51.
-    """
+    """Thread-safe `Sink` on a Triton response sender. Triton's `is_cancelled` crashes server 2.51 after FINAL."""
 
     def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
         self.format = ResponseFormat()  # set before sending
@@ -210,10 +207,7 @@ def _finish_reasons(response: Response, *, is_batched: bool) -> Any:
 
 @functools.lru_cache
 def _unfinished(shape: tuple[int, ...], thread_id: int) -> Any:
-    """Return a thread's tensor for unfinished sequences. Two threads must not send a new tensor at the same time.
-
-    To send it again costs little (`python benchmarks response_cost`).
-    """
+    """Return a thread's tensor for unfinished sequences: two threads must not send a new tensor at once."""
     del thread_id
     return pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
 

@@ -4,7 +4,7 @@ OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
 
 
 class BenchError(Exception):
-    """Impossible measurement; the message says in one line what to change."""
+    """Impossible measurement; the message says what to change."""
 
 
 class SuiteDefaults(NamedTuple):

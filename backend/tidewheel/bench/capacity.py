@@ -1,7 +1,7 @@
 """Capacity: the highest rate of Poisson arrivals at which enough requests meet an objective.
 
-As in DistServe (arXiv 2401.09670) and Sarathi-Serve (arXiv 2403.02310). A search doubles or halves the rate until it
-has a bracket, then bisects; a confidence interval decides each rate.
+As in DistServe (arXiv 2401.09670) and Sarathi-Serve (arXiv 2403.02310), by doubling or halving the rate, then
+bisection; a confidence interval decides each rate.
 """
 
 from __future__ import annotations

@@ -28,10 +28,7 @@ def span(outcomes: Sequence[RequestOutcome]) -> float:
 
 
 def rates(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None) -> Figures:
-    """Return throughput and goodput per second.
-
-    Goodput of an open loop is per second of sending: `offered_s`, or longer if turns are sent later.
-    """
+    """Return throughput and goodput per second, in an open loop per second of sending, `offered_s` or more."""
     seconds = span(outcomes)
     if not seconds:
         return dict.fromkeys(RATES, math.nan)

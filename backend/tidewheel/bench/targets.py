@@ -1,5 +1,3 @@
-"""Servers and engines to measure: `[NAME=]SPEC[,SETTING=VALUE…]`, as in the help of `tidewheel bench`."""
-
 from __future__ import annotations
 
 import re

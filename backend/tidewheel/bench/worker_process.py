@@ -20,9 +20,9 @@ class WorkerFailed(Exception):
 
 
 class WorkerProcess:
-    """Worker process that exchanges JSON lines over pipes. Ctrl-C does not reach it; `stop` also ends its children.
+    """Worker process that exchanges JSON lines over pipes; one thread may send while another receives.
 
-    One thread may send while another receives.
+    Ctrl-C does not reach it; `stop` also ends its children.
     """
 
     def __init__(

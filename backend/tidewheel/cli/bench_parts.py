@@ -1,5 +1,3 @@
-"""Workloads, targets and suites from the options of `tidewheel bench`."""
-
 from __future__ import annotations
 
 import argparse

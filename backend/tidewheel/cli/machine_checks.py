@@ -1,5 +1,3 @@
-"""Checks of this machine for `tidewheel doctor`."""
-
 from __future__ import annotations
 
 import os

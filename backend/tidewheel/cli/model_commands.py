@@ -1,5 +1,3 @@
-"""Commands `tidewheel load`, `unload` and `reload`, sent to a running server through its private socket."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,3 @@
-"""Options of the commands on job queues."""
-
 from __future__ import annotations
 
 import argparse

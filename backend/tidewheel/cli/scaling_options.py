@@ -1,5 +1,3 @@
-"""Options of `tidewheel simulate` about autoscaling."""
-
 from __future__ import annotations
 
 import argparse

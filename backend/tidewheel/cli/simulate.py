@@ -1,5 +1,3 @@
-"""Command `tidewheel simulate`: the real scheduler under a modelled clock."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,3 @@
-"""Scenario from the options of `tidewheel simulate`, and its results as text, JSON and charts."""
-
 from __future__ import annotations
 
 import argparse

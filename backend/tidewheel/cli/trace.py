@@ -1,5 +1,3 @@
-"""Command `tidewheel trace`: converts a recording to a Perfetto trace of steps and requests."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,3 @@
-"""Options, errors and output that several commands share."""
-
 from __future__ import annotations
 
 import argparse
@@ -168,10 +166,7 @@ def show(stream: Stream) -> PrintedAnswer:
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Cancel the stream on Ctrl-C: a KeyboardInterrupt within gRPC can leave a lock held and the channel dead.
-
-    Only the main thread gets Ctrl-C.
-    """
+    """Cancel the stream on Ctrl-C: a KeyboardInterrupt within gRPC can leave a lock held and the channel dead."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

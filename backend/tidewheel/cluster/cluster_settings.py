@@ -98,10 +98,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
         return {**self.scaling_settings, "min_replicas": self.replicas, "max_replicas": self.most_replicas}
 
     def gpus(self, *, has_gpus: bool) -> float:
-        """Return GPUs per replica: `replica_gpus`, else 1 if an entry's device is cuda, or auto and `has_gpus`.
-
-        Raise `ConfigError` for missing entries.
-        """
+        """Return `replica_gpus`, else 1 if an entry's device is cuda, or auto and `has_gpus`. Raise `ConfigError`."""
         if self.replica_gpus is not None:
             return self.replica_gpus
         given = [text.removeprefix("--set=") for text in self.serve_arguments]

@@ -27,10 +27,7 @@ _QUEUES = {f"queue_s_{one.name.lower()}": one for one in Priority}
 
 
 def figures_of(page: str) -> dict[str, float]:
-    """Return a replica's metrics summed over models, and each class's longest wait in seconds.
-
-    Raise `ValueError` for a malformed page.
-    """
+    """Return a replica's metrics summed over models, and each class's longest wait (s). Raise `ValueError`."""
     from tidewheel_client.server_pages import Figures  # slow, and only replicas need it
 
     shown = Figures.parse(page)

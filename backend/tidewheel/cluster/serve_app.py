@@ -1,5 +1,3 @@
-"""Ray Serve application; `serve deploy` calls `build`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -68,7 +66,7 @@ class GatewayActor:
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """Return the Ray Serve application. Raise `ClusterError` or `ConfigError` for wrong arguments."""
+    """Return the Ray Serve application, also for `serve deploy`. Raise `ClusterError` or `ConfigError`."""
     return application(read_settings(arguments))
 
 

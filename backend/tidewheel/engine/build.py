@@ -66,7 +66,7 @@ def is_async(config: EngineConfig, device: str) -> bool:
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
-    """Return a scheduler. Raise `ConfigError` for a quota above the cache's blocks, or an unwritable `record`."""
+    """Return a scheduler. Raise as `scheduler_config`, or `ConfigError` for an unwritable `record`."""
     settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,

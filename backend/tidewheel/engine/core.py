@@ -49,8 +49,8 @@ class _Failure(NamedTuple):
 class EngineCore:
     """Loop that schedules steps and runs them, on one thread.
 
-    With two steps in flight, the device computes one while the other's tokens are applied. `receive` runs before
-    scheduling and before applying tokens; it may call `add_group` and `cancel`. `deliver` gets new tokens, and each
+    With two steps in flight, the device computes one while the other's tokens are applied. `receive`, called before
+    scheduling and before applying tokens, may call `add_group` and `cancel`. `deliver` gets new tokens, and each
     request's end once; it may call `cancel`.
     """
 

@@ -66,10 +66,7 @@ class ListeningClock:
 
 
 class HangWatch:
-    """Reader of a heartbeat that tells whether the engine hangs; pauses of this process do not count.
-
-    The next `look` corrects a read during a write.
-    """
+    """Reader of a heartbeat that tells whether the engine hangs; pauses of this process do not count."""
 
     def __init__(self, engine_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine_dir = engine_dir

@@ -40,10 +40,7 @@ FAULTS_ALLOWED = "TIDEWHEEL_FAULTS_ALLOWED"  # set by `tidewheel serve --allow-f
 
 
 def choose_engine(model_dir: Path, config: EngineConfig) -> folder.EngineTarget:
-    """Return the engine to start or join; `make_current` then moves other front ends to it.
-
-    Stop the present engine first if memory does not hold both.
-    """
+    """Return the engine to start or join, for `make_current`. Stop the present one if memory does not hold both."""
     status = folder.read_status(model_dir / folder.CURRENT)
     identity = _identity(config)
     wanted = folder.new_target(model_dir / identity, config, identity)
@@ -240,7 +237,7 @@ class EngineLauncher:
             raise ConfigError(f"the engine ended while it loaded ({child.exit}): {last_words}")
 
     def _earliest_restart(self, status: folder.Status | None) -> float:
-        """Return the next start in monotonic seconds. Raise `PermanentError` in a crash loop."""
+        """Return the next start (monotonic s). Raise `PermanentError` in a crash loop."""
         if status is None or status.state == "stopped" or status.info is None:
             return 0.0
         deaths = record_death(self._engine_dir, status, self._policy.window_s)

@@ -120,7 +120,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
 
     @property
     def copy_share(self) -> str:
-        """Return what of the weights is their quantised copy, in brackets; empty without one."""
+        """Return the size of the quantised copy, in brackets; empty without one."""
         return f" ({shown_bytes(self.copy_bytes)} a quantised copy)" if self.copy_bytes else ""
 
     @property
@@ -282,10 +282,7 @@ class Room(Message, WaitingRoom, frozen=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Unfinished request of `tidewheel top`. Times are seconds since arrival.
-
-    Counts, except the prompt's, are sums over sequences.
-    """
+    """Unfinished request. Times are seconds since arrival; counts, but the prompt's, are sums over sequences."""
 
     number: int
     request_id: str  # the client's

@@ -74,7 +74,7 @@ class StatusFile:
 
     def progress(self, stage: str, fraction: float) -> None:
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
-            with contextlib.suppress(OSError):  # the disk may be full, also in a step that compiles
+            with contextlib.suppress(OSError):  # the disk may be full
                 self.update(stage=stage, fraction=fraction)
 
 
@@ -145,7 +145,7 @@ def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.SNDHWM, QUEUE_LIMIT)
         socket.set(zmq.RCVHWM, QUEUE_LIMIT)
-        socket.set(zmq.LINGER, 1000)  # the context waits so long for sent messages
+        socket.set(zmq.LINGER, 1000)  # ms for sent messages
         socket.bind(folder.socket_address(engine_dir))
         yield socket
 

@@ -1,5 +1,3 @@
-"""Checks of an `AddRequest` and its conversion to requests of the scheduler."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

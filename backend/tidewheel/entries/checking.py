@@ -1,5 +1,3 @@
-"""Check of model repository entries, with file, line and column of each finding."""
-
 from __future__ import annotations
 
 import re

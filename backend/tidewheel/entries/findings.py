@@ -1,5 +1,3 @@
-"""Problems of an entry, their places in `config.pbtxt` and `model.json`, and edits that mend them."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Check of an entry's model by the code that loads it, without reading weights or taking memory."""
-
 from __future__ import annotations
 
 import contextlib
@@ -46,7 +44,10 @@ class MemoryNeeds(NamedTuple):
 
 
 class ModelJudge:
-    """Check of one model. Iterating `problems` to its end sets the public attributes."""
+    """Check of an entry's model by the code that loads it, without reading weights or taking memory.
+
+    Iterating `problems` to its end sets the public attributes.
+    """
 
     def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
         self.needs: MemoryNeeds | None = None

@@ -48,8 +48,8 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
 class Router(ABC, Generic[T]):
     """Chooser of a replica for each request. A request is open from `chosen` to `ended`.
 
-    A slot is a replica's index in the arrays, from `join` to `leave`. Free slots have infinite `num_open` and
-    `waiting`, so no minimum selects them.
+    A slot is a replica's index in the arrays, from `join` to `leave`; a free slot has infinite `num_open` and
+    `waiting`.
     """
 
     def __init__(self) -> None:
@@ -173,10 +173,7 @@ class Router(ABC, Generic[T]):
 
 
 def chunk_hashes(data: bytes | memoryview, chunk_bytes: int, tenant: str = "", salt: str = "") -> tuple[int, ...]:
-    """Return chained hashes of a prompt's full chunks: equal first n hashes mean equal first n chunks.
-
-    Prompts of different tenants or salts share no hash, as they share no cache.
-    """
+    """Return chained hashes of a prompt's full chunks: equal first n hashes mean equal chunks, tenant and salt."""
     view = memoryview(data)
     name = tenant.encode("utf-8", "surrogatepass")
     parent = blake2b(

@@ -103,7 +103,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
 
     A session stays at its last replica; a new session goes by the hash ring. Any other request goes to the replica of
     least cost: prompt tokens waiting in its class or above, its uncached prompt tokens, and running tokens. A
-    CRITICAL request, whatever session and bound, goes where the fewest prompt tokens precede its first token.
+    CRITICAL request always goes where the fewest prompt tokens precede its first token.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
@@ -198,8 +198,8 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
     def _learn(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
         """Forget the chunks of an unstarted request, and chunks that the replica has evicted.
 
-        It has evicted chunks if two fewer were cached than indexed, unless another request was computing them. One
-        fewer may be rounding to blocks.
+        It has evicted some if two fewer are cached than indexed and no request computes them; one fewer may be
+        rounding.
         """
         self._unstarted[slot].discard(routed.stamp)
         if not routed.has_started:

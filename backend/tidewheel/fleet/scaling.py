@@ -1,8 +1,3 @@
-"""State of a fleet, from which autoscaling policies decide, and estimates of its work.
-
-Policies read no clock: `FleetState`, which simulator and cluster fill, has the time.
-"""
-
 from __future__ import annotations
 
 import math
@@ -135,8 +130,8 @@ class FleetWork:
 class WorkMeter:
     """Estimates of the fleet's work and a replica's capacity, in tokens/s, from successive states.
 
-    Work is the larger of two rates: computed tokens, which fall short while requests wait, and arrivals times the
-    mean tokens of a request, measured while no request waits. Capacity is the rate of a full replica.
+    Work is the larger of the rate of computed tokens, and arrivals times the mean tokens of a request, measured while
+    no request waits. Capacity is the rate of a full replica.
     """
 
     def __init__(self, settings: ScalingSettings) -> None:

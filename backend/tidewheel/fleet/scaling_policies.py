@@ -68,8 +68,6 @@ def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
 
 
 class Hysteresis:
-    """Damping of replica counts: a count rises at once, and falls once fewer sufficed for long."""
-
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
         self._target: int | None = None
@@ -78,7 +76,7 @@ class Hysteresis:
         self._most = SlidingMaximum(settings.scale_down_after_s)
 
     def settle(self, state: FleetState, need: ReplicaNeed, hold_s: float) -> int:
-        """Return the replica count, which falls once fewer sufficed for `hold_s` (at most `scale_down_after_s`)."""
+        """Return the damped count: up at once, down once fewer sufficed for `hold_s` (at most `scale_down_after_s`)."""
         settings, now = self._settings, state.now
         if self._target is None:
             self._target, self._since = settings.clamp(state.num_replicas), now
@@ -121,7 +119,7 @@ class PredictiveScaling(ReactiveScaling):
     """Policy that scales for the current work, and for the arrivals forecast until a new replica would be ready.
 
     It decides as `ReactiveScaling` in the first season, after bad forecasts, and while the capacity is unknown.
-    Otherwise it scales down sooner, since the forecast shows which replicas will be needed again.
+    Otherwise it scales down sooner.
     """
 
     def __init__(self, settings: ScalingSettings, history: Iterable[float] = ()) -> None:
@@ -146,10 +144,7 @@ class PredictiveScaling(ReactiveScaling):
 
 
 class QueueDepthScaling:
-    """Policy of deploy/kubernetes, for the HorizontalPodAutoscaler and KEDA.
-
-    Adds one replica per 120 s at most, and removes one per 300 s.
-    """
+    """Policy of deploy/kubernetes (HorizontalPodAutoscaler, KEDA): one replica more per 120 s, or less per 300 s."""
 
     UP_EVERY_S, DOWN_EVERY_S = 120.0, 300.0
 

@@ -1,8 +1,3 @@
-"""Limit on requests that a front end sends to the engine, from the engine's last `Room` and the requests sent since.
-
-The engine decides, because front ends do not see each other's newest requests.
-"""
-
 from __future__ import annotations
 
 import threading
@@ -31,8 +26,9 @@ _NOTHING = _Claim(0, 0)
 class AdmissionGate:
     """Gate that keeps a front end from overfilling the engine's waiting set. Thread-safe, O(1) per request.
 
-    While the waiting set is full, `claim` refuses requests. With `holds`, `wait` blocks the server's queue instead:
-    requests count from submission, and while a request that the engine refused is held, no more enter.
+    It knows the engine's last `Room` and the requests sent since; the engine decides. While the waiting set is full,
+    `claim` refuses requests. With `holds`, `wait` blocks the server's queue instead: requests count from submission,
+    and while a refused request is held, no more enter.
     """
 
     def __init__(self, *, holds: bool = False) -> None:

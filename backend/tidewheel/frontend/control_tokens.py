@@ -1,8 +1,8 @@
 """Control tokens, which structure a prompt: only the chat template may write them, messages may not.
 
-Text of a message that spells a control token is encoded as plain text, in three steps. Random marks replace such text
-before the template runs. In its output, the text replaces the marks again, at places called plain spans. Then the
-template's control tokens get random names, and a second tokenizer that knows only these names encodes the prompt.
+A message's text that spells a control token is encoded as plain text. Random marks replace the text while the
+template runs; in the output, the text replaces the marks again, at *plain spans*. Then the template's control tokens
+get random names, and a second tokenizer that knows only these names encodes the prompt.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Records of ended requests, their log, and the queue to a slow log or trace collector."""
-
 from __future__ import annotations
 
 import logging
@@ -144,7 +142,7 @@ def wall_offset_ns() -> int:
 class RequestLog:
     """Log of ended requests as JSON lines, in a file of mode 0600 that processes may share, or on standard error.
 
-    A file that was moved or removed is opened again.
+    A moved or removed file is opened again.
     """
 
     name = "request_log"
@@ -196,9 +194,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 class EventQueue:
-    """Bounded queue of ended requests in front of a slow consumer.
+    """Bounded queue of ended requests in front of a slow consumer; `put` never waits.
 
-    `put` never waits. A thread calls `consume` every `FLUSH_S` seconds and at `close`, and logs how many were lost.
+    A thread calls `consume` every `FLUSH_S` seconds and at `close`, and logs how many were lost.
     """
 
     def __init__(self, name: str, consume: Callable[[list[EndedRequest]], None]) -> None:

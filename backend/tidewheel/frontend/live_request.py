@@ -186,7 +186,7 @@ class LiveRequest:
 class TokenColumns:
     """New tokens of open requests, in arrays with one index (slot) per request. Thread-safe.
 
-    The low bits of a request's key are its slot, the others a serial number: tokens of closed requests find no slot.
+    A key is a serial number and, in its low bits, the slot, so that tokens of closed requests find none.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Process that turns prompts into token ids and tries grammars. Jobs and answers are messages on a socket.
 
-A model's chat template is a program and its tokenizer a set of patterns, which may need hours or all memory for some
-texts. A client's grammar may exhaust the stack. The kernel ends this process when a job overruns its limits.
+For some texts, a model's template or tokenizer takes hours or all memory, and a client's grammar may exhaust the
+stack. The kernel ends this process when a job overruns its limits.
 """
 
 from __future__ import annotations

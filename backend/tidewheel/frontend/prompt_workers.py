@@ -122,7 +122,6 @@ class _Worker:
             self._child = Child(command, stdin=theirs.fileno(), env=python_environment() | _ENVIRONMENT)
 
     def wait_started(self) -> None:
-        """Wait until the process serves. Raise `ConfigError` if it cannot."""
         work = "its files"
         while not self._is_started:
             answer = self._read()

@@ -1,5 +1,3 @@
-"""Request of a client, and its parameters from all sources: checked, and read into structs."""
-
 from __future__ import annotations
 
 import math
@@ -187,10 +185,7 @@ class _GivenValue(NamedTuple):
 def parse_parameters(
     sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None, task: Task = "generate"
 ) -> ParsedParameters:
-    """Merge the parameters of all sources over `defaults`. A null counts as absent.
-
-    Raise `InvalidRequest` or `Unsupported`.
-    """
+    """Merge all sources' parameters over `defaults`; a null is absent. Raise `InvalidRequest` or `Unsupported`."""
     given = _collect(sources)
     for name in sorted(given.keys() - _OF_TASK.get(task, given.keys())):
         value = given[name].value
@@ -256,7 +251,6 @@ def _items(name: str, value: object) -> list[object]:
 
 
 def _collect(sources: Sequence[ParameterSource]) -> dict[str, _GivenValue]:
-    """Return all given values by parameter name. Raise `InvalidRequest` for contradictory values."""
     given: dict[str, _GivenValue] = {}
     grammar = find_grammar(sources)
     if grammar is not None:
@@ -283,7 +277,6 @@ def _collect(sources: Sequence[ParameterSource]) -> dict[str, _GivenValue]:
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Return whether a value asks for nothing. Raise `InvalidRequest` (unknown parameter) or `Unsupported`."""
     if key in COERCIONS or key in ALIASES:
         return False
     feature = ABSENT.get(key)

@@ -1,5 +1,3 @@
-"""Conversion of client requests to engine messages; requests to the tokenizer alone are answered here."""
-
 from __future__ import annotations
 
 import functools
@@ -39,10 +37,7 @@ class PreparedRequest(NamedTuple):
 
 
 class MessageMaker:
-    """Maker of engine messages and of the objects that collect their output. Thread-safe.
-
-    Without a tokenizer, output is token ids only.
-    """
+    """Maker of engine messages and of objects that collect output, without a tokenizer as ids. Thread-safe."""
 
     def __init__(
         self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
@@ -102,7 +97,6 @@ class MessageMaker:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _source_of(self, grammar: Grammar) -> str:
-        """Return the text that the engine compiles. Raise `InvalidRequest` or `Unsupported`."""
         return to_source(grammar)
 
 

@@ -24,9 +24,9 @@ Attributes = dict[str, str | bool | int | float | list[str]]
 
 
 class RequestSpans:
-    """Exporter of one span per request and per stage, on a thread of its own.
+    """Exporter of one span per request and per stage, on its own thread, by the environment variables `OTEL_…`.
 
-    The exporter reads the standard environment variables `OTEL_…`. A dead collector costs only spans.
+    A dead collector costs only spans.
     """
 
     name = "otlp_traces_endpoint"

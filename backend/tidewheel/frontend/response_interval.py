@@ -11,7 +11,7 @@ _USE_SMOOTHING, _TURN_SMOOTHING = 0.5, 1 / 32
 class ResponseInterval:
     """Interval between responses of a stream that keeps senders' turns within a budget of processor time.
 
-    When another process takes processors, fewer responses with more tokens leave the engine its time.
+    Beside another busy process, fewer responses with more tokens leave the engine its time.
     """
 
     def __init__(self, num_processors: int) -> None:

@@ -20,7 +20,7 @@ _OTLP_ADVICE = "use a URL of OTLP over HTTP, such as http://127.0.0.1:4318/v1/tr
 class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     stream_interval_ms: float = 20.0  # most time between responses of a stream; 12.5 times it if processors are short
-    REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
+    REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; named by Triton's vLLM backend
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
     objective_ttft_ms: float = 1e3 * DEFAULT_TTFT_S  # goodput on /metrics: time to the first token of a good answer

@@ -18,7 +18,7 @@ from tidewheel.processor_use import ProcessorMeter
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARE = 0.2  # of a thread's time
+_MAX_SHARE = 0.2  # of a thread's time: to ask Triton about a client takes some 100 µs
 
 _AGEING_NS = 10_000_000_000
 _LONG_PROMPT_BYTES = 16 << 10
@@ -64,10 +64,7 @@ class Workers(Generic[T]):
 
 
 class Watcher:
-    """Thread that calls `expire` at deadlines and `cancel` when a client is gone, every `interval_s`.
-
-    To ask Triton about a client takes some 100 µs, so sweeps get a bounded share of time.
-    """
+    """Thread that calls `expire` at deadlines and `cancel` when a client is gone, every `interval_s`."""
 
     def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
         self._live = live
@@ -120,8 +117,8 @@ class Watcher:
 class PromptQueue:
     """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
 
-    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`. A request rises one class for each
-    `_AGEING_NS` that it waits. Long prompts and grammars leave one thread to short prompts.
+    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`; each `_AGEING_NS` of waiting lifts a
+    request a class. Long prompts and grammars leave one thread to short prompts.
     """
 
     def __init__(self, max_prompt_bytes: int, num_threads: int) -> None:
@@ -186,8 +183,8 @@ class ResponseSenders:
     """Threads that send responses. A turn sends all new output of a request as one response.
 
     A request has one turn at a time, so its responses keep their order. First tokens and ends go first, then streams
-    whose last turn is an interval ago. The interval is 0 while senders keep up, and at most `stream_interval_ms`, or
-    `MAX_STRETCH` times as long to keep within the budget of processor time.
+    whose last turn is an interval ago: 0 while senders keep up, at most `stream_interval_ms`, or `MAX_STRETCH` times
+    that to keep within the budget of processor time.
     """
 
     def __init__(

@@ -231,9 +231,6 @@ def _token(one: TokenLogprob) -> Json:
     return {"token": one.decoded_token, "logprob": _finite(one), "bytes": list(one.decoded_token.encode())}
 
 
-# --- embeddings and tokens ---------------------------------------------------------------------------------------
-
-
 def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
     """Return the answer's body. Raise `InvalidRequest` for more dimensions than the vectors have."""
     body, data, num_tokens = request.body, [], 0

@@ -102,8 +102,6 @@ class Gateway:
         application.add_routes(playground_pages.routes() if has_page else [web.get("/", _front_page)])
         return application
 
-    # --- one request ------------------------------------------------------------------------------------------
-
     async def _serve(self, endpoint: _Endpoint, http: web.Request) -> web.StreamResponse:
         account: Account = http["account"]
         with account.admit():
@@ -204,8 +202,6 @@ class Gateway:
             await answer.prepare(http)
         await answer.write_eof(last)
         return answer
-
-    # --- the gateway itself -----------------------------------------------------------------------------------
 
     async def _run(self, _: web.Application) -> AsyncIterator[None]:
         async with self._upstreams:

@@ -145,9 +145,6 @@ class UpstreamRequest:
         return self.params | {"deadline_ms": int(left_ms)}
 
 
-# --- bytes to fields ---------------------------------------------------------------------------------------------
-
-
 def parse(data: bytes) -> Fields:
     """Return a JSON body's fields that are not null. Raise `InvalidRequest`."""
     check_structure(data)
@@ -225,9 +222,6 @@ def check_parameters(params: Fields) -> None:
     """Raise `InvalidRequest` if the parameters exceed the backend's size limit."""
     if (size := len(msgspec.json.encode(params))) > MAX_PARAMETER_BYTES:
         raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
-
-
-# --- fields to requests; raise `InvalidRequest` or `Unsupported` -------------------------------------------------
 
 
 def read_chat(fields: Fields) -> UpstreamRequest:

@@ -1,5 +1,3 @@
-"""Counts of a gateway's workers, and the Prometheus text of gateway and servers."""
-
 from __future__ import annotations
 
 import contextlib

@@ -196,9 +196,6 @@ def _new_id() -> str:
     return secrets.token_hex(5)[:9]  # as Mistral's templates want
 
 
-# --- forced calls: a JSON schema that the answer follows -----------------------------------------------------------
-
-
 class ForcedCall(NamedTuple):
     grammar: dict[str, Any]  # value of `structured_outputs`
     tools: Tools  # without `strict`: the call follows its schema

@@ -50,8 +50,6 @@ class Upstream:
         finally:
             await self.close()
 
-    # --- readiness and models ---------------------------------------------------------------------------------
-
     async def _watch(self) -> None:
         while True:
             await self.look()

@@ -1,5 +1,3 @@
-"""Triton servers behind the gateway, and attempts to have a prompt answered by one of them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -170,8 +168,6 @@ class Upstreams:
             raise NotFound(f"model is {name!r}: served {'are' if len(models) > 1 else 'is'} {', '.join(models)}")
         return models[0]
 
-    # --- requests ---------------------------------------------------------------------------------------------
-
     async def deliver_all(self, attempts: Sequence[Attempt[R]]) -> AsyncGenerator[tuple[int, R]]:
         """Send all prompts. Yield `(prompt_index, response)` on arrival. Raise the first `RequestError`."""
         if len(attempts) == 1:
@@ -266,8 +262,6 @@ class Upstreams:
             for authority, one in self._members.items()
             if one.not_ready or model not in one.models or one in attempt.refused
         }
-
-    # --- members ----------------------------------------------------------------------------------------------
 
     async def _follow(self, name: Address) -> None:
         while True:

@@ -14,7 +14,7 @@ class SessionStore(SessionTable):
     """Blocks that sessions keep between turns; the pool counts them as free.
 
     Under pressure the least recently used session moves to the host tier, or ends. Requests share full blocks and
-    copy the partial one, so two requests may use a session at once.
+    copy the partial one: two may use a session at once.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class _StepHolds(NamedTuple):
 class TransferQueue:
     """Block copies of the next batch, and blocks reserved by steps in flight.
 
-    Before a batch computes, it copies blocks to the host tier, from it, then inside the pool. So blocks copied out
-    need no pin. Host slots, and blocks copied inside the pool, stay pinned until the step is done.
+    Before a batch computes, it copies blocks to the host tier, from it, then inside the pool, so blocks copied out
+    need no pin. Host slots and blocks copied inside the pool stay pinned until the step is done.
     """
 
     def __init__(self, pool: BlockPool, host: BlockPool, stats: EngineStats) -> None:

@@ -19,7 +19,7 @@ LEAVES_CAPTURES_OPEN = torch.__version__ < "2.13"
 def capture_into(graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: torch.cuda._POOL_HANDLE) -> T:
     """Capture a function as a CUDA graph on the current stream. The pool of a failed capture must not be used again.
 
-    `torch.cuda.graph` would collect garbage (a minute for all graphs), and leave its stream current after a failure.
+    `torch.cuda.graph` would collect garbage, which is slow, and leave its stream current after a failure.
     """
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # others may use the device
     try:

@@ -1,6 +1,6 @@
 """Token masks of rows with grammars, computed on a thread beside the device.
 
-A mask needs the row's token of the previous step: the thread waits for that token while the mask's step runs.
+A mask needs the row's token of the previous step: the thread waits for it while the mask's step runs.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 class GraphTrial(NamedTuple):
     """Steps that show whether a model supports CUDA graphs: prompts, then decodes at other positions.
 
-    A graph freezes host computation, so a replay at other positions must give the model's logits. The first
-    decode runs under `no_waiting`, because a wait would fail a capture.
+    A graph freezes host computation, so a replay at other positions must give the model's logits. The first decode
+    runs under `no_waiting`: a wait would fail a capture.
     """
 
     prompts: list[ScheduledBatch]  # one for each row

@@ -1,7 +1,7 @@
 """Free host memory, and the claims by which engines that load together share it.
 
 Linux counts memory once it is written, and a cache fills slowly. So each engine writes a claim to a memfd, which
-others find in /proc and which ends with the process.
+others find in /proc until the engine ends.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ log = logging.getLogger(__name__)
 
 _NAME = "tidewheel-memory"
 _SIZE = 512  # bytes
-_LEAST_SHARE = 4  # a new engine gets at least 1 / 4 of free memory, as claims may never be used
+_LEAST_SHARE = 4  # a new engine gets at least 1 / 4 of free memory
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
@@ -132,10 +132,10 @@ class MemoryClaim:
 
 
 def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
-    """Return the part of `available` bytes for this engine's cache.
+    """Return the part of `available` bytes for this engine's cache. `claims`: by process id, with `mine`.
 
-    Subtract the bytes that engines claim but do not hold yet. Engines that size caches at the same time get equal
-    parts of the rest; an engine with a fixed cache gets the whole rest. `claims`: by process id, with `mine`.
+    Subtract what engines claim but do not hold yet. Engines that size caches at the same time share the rest equally;
+    an engine with a fixed cache gets all of it.
     """
     num_engines, growth = 0, 0
     for pid, of_process in claims.items():

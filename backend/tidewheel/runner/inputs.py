@@ -52,7 +52,7 @@ class RowTable:
     """Tokens and block table of every row, on host and device.
 
     Sampled tokens go to the device table, so a step can start before the host has read them. A spare column takes the
-    token after a full context, a spare row serves padding. With `shares_memory` (CPU), both tables are one.
+    token after a full context, a spare row padding. With `shares_memory` (CPU), both tables are one.
     """
 
     def __init__(

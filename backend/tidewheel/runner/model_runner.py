@@ -49,10 +49,7 @@ SPARE_BYTES = 1 << 20
 
 
 class ModelRunner:
-    """Runner of scheduled batches, on one thread, with the KV cache and row tables.
-
-    Without an accelerator (CPU), `launch` returns a finished step.
-    """
+    """Runner of scheduled batches on one thread. Without an accelerator (CPU), `launch` returns a finished step."""
 
     def __init__(
         self,
@@ -187,7 +184,6 @@ class ModelRunner:
             self._weights = weights
 
     def run_with_each(self, batch: ScheduledBatch) -> None:
-        """Run a step with each variant of the weights."""
         for weights in self._variants:
             self.run(dataclasses.replace(batch, weights=weights))
 

@@ -1,7 +1,6 @@
 """Memory of a step: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache, so they are captured after it is made. Before, the largest graphs are captured to
-estimate all.
+Graphs point into the cache, so they come after it; the largest are captured before to estimate all.
 """
 
 from __future__ import annotations

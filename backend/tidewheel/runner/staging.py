@@ -38,7 +38,7 @@ def share_memory(groups: Groups) -> DeviceArrays:
 class StagingSender:
     """Copier of step inputs to fixed device memory, asynchronously and after the device has read the old inputs.
 
-    An array keeps its address while the sizes of earlier arrays stay, as graphs require. The first array that does
+    As graphs require, an array keeps its address while the sizes of earlier arrays stay. The first array that does
     not fit, and all after it, go into a new tensor.
     """
 

@@ -1,10 +1,8 @@
 """CUDA graphs of steps, for fixed sizes; a step takes the next larger size.
 
-Decode steps: graphs of the forward pass, greedy sampling, and sampling with all filters. Penalties, biases and masks
-run eagerly. Large sizes have second graphs, whose attention splits no context, for steps that need no split.
-
-Prompt steps: graphs of the parts between attentions, which depend on prompt lengths and run eagerly. Padding tokens
-write no keys.
+Decode steps: graphs of the forward pass, greedy sampling, and sampling with all filters; penalties, biases and masks
+run eagerly. Large sizes have second graphs, whose attention splits no context. Prompt steps: graphs of the parts
+between attentions, which run eagerly. Padding tokens write no keys.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ MAX_LATE = 0.35  # of the time, by all threads of a step together
 class StepThreads:
     """Number of CPU threads of torch's and our C operations: fewer while other processes hold them up.
 
-    The threads of a product wait for the last of them, and one that shares its core is late in each product.
+    A product waits for its last thread, and a thread that shares its core is late in each product.
     """
 
     def __init__(self, most: int) -> None:

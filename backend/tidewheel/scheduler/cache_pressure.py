@@ -15,7 +15,7 @@ from tidewheel.scheduler.step_plan import StepPlan
 def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
     """Preempt rows until each `needy` row can have one more block. Return the needy rows that must wait for a block.
 
-    No row is preempted for rows of a lower class alone.
+    No row is preempted for lower classes alone.
     """
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
@@ -44,7 +44,7 @@ def victims_for(
 ) -> list[int]:
     """Return rows of lower classes to preempt for a CRITICAL request; empty if useless or not needed.
 
-    With fair tenants, only rows ordered behind the request: others, once preempted, would enter before the request.
+    With fair tenants, only rows ordered after the request: others would enter before it again.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
@@ -113,7 +113,7 @@ def choose_victims(
 ) -> list[int] | None:
     """Return the first rows that together free `num_missing` blocks, less superfluous ones; None if all free too few.
 
-    A victim in `growing` saves one more block: the one that it was to get. Blocks in `kept` do not count.
+    A victim in `growing` saves the block that it was to get. Blocks in `kept` do not count.
     """
     departures = state.kv.departures(kept)
     relieved = set(growing)

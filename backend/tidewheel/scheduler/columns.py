@@ -171,10 +171,7 @@ class RowColumns:
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
-        """Return rows that lack one computed token, the positions of those tokens, and rows that lack several.
-
-        Omit ending rows.
-        """
+        """Return rows that lack one computed token, its position, and rows that lack several, without ending rows."""
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))

@@ -82,9 +82,9 @@ class TpotController:
 class SeqsGovernor:
     """Controller of the limit on running requests, twice a second.
 
-    The limit falls, by at most a quarter, to the number of requests that use 85 % of the KV blocks and keep a
-    step within the target latency. It rises by 1/32 of `max_num_seqs` while 85 % of the blocks suffice at the peak of
-    blocks per request in the last 30 s.
+    The limit falls, by at most a quarter, to the number of requests that use 85 % of the KV blocks and keep a step
+    within the target latency. It rises by 1/32 of `max_num_seqs` while 85 % suffice at the peak of blocks per request
+    in 30 s.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:

@@ -1,7 +1,7 @@
 """Plan of one step: running rows that get tokens, and waiting requests that enter.
 
-Requests do not overtake one that cannot enter, lest small requests starve a large one. They may overtake one that
-waits for another request to compute a common prefix.
+Requests overtake one that cannot enter only if it waits for another to compute a common prefix: small requests must
+not starve a large one.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ class StepPlanner:
         return count
 
     def _try(self, request: Request) -> EntryOutcome:
-        """Admit the request if there are KV blocks for its prompt and its output so far."""
         state, plan = self._state, self._plan
         self._blocked = None
         if not self._has_turn(request):

@@ -1,5 +1,3 @@
-"""Choice of the weights that compute the next step (after MorphServe, arXiv 2506.02006)."""
-
 from __future__ import annotations
 
 import math
@@ -11,10 +9,10 @@ SMOOTHING = 0.2
 
 
 class PressureController:
-    """Controller with hysteresis: pressure begins above a limit, and ends `HOLD_S` after both values fell well below.
+    """Chooser of the weights of the next step (after MorphServe, arXiv 2506.02006).
 
-    Latency is the larger of two times: the wait of the oldest request that never started, and the smoothed time of
-    steps that decode.
+    Pressure begins above a limit, and ends `HOLD_S` after both values fell well below. Latency is the larger of the
+    wait of the oldest request that never started, and the smoothed time of decoding steps.
     """
 
     def __init__(self, max_kv_usage: float, max_latency_s: float) -> None:

@@ -44,8 +44,8 @@ class InFlightStep(NamedTuple):
 class StepPlan:
     """Plan of the next batch, within a token budget.
 
-    A prompt that exceeds the budget left takes half of it. The other half goes to requests of its level or better
-    with less than half as many tokens to compute. The prompt takes what they leave.
+    A prompt that exceeds the budget left takes half of it. The other half goes first to requests of its level or
+    better with less than half as many tokens to compute.
     """
 
     def __init__(self, limits: StepLimits) -> None:

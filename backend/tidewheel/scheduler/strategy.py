@@ -66,8 +66,8 @@ class DynamicStrategy(Strategy):
     """Strategy that forms a batch when the oldest request has waited for the window, or all free rows are filled.
 
     Every `BATCHES_PER_REVIEW` batches the window shrinks if smoothed latency exceeds `TOLERANCE` times the target,
-    else grows, at first by the factor 1.25. The factor's logarithm is halved when the direction turns (down to 1.02),
-    else grows by a fifth (as in Rprop: Riedmiller and Braun, 1993).
+    else grows, at first by the factor 1.25. Its logarithm is halved when the direction turns (down to 1.02), else
+    grows by a fifth (as in Rprop: Riedmiller and Braun, 1993).
     """
 
     def __init__(self, settings: SchedulingSettings) -> None:

@@ -51,8 +51,8 @@ _Buckets = dict[str, TokenBucket]
 class TenantTable:
     """Token buckets by tenant. Requests reserve tokens at admission and settle at their end.
 
-    Tenants without an entry share the buckets of `*`, or with `each` have their own. Of these, full ones are
-    dropped, and beyond `MAX_BUCKETS` the least recently used.
+    Tenants without an entry share the buckets of `*`, or with `each` have their own; of these, full ones are dropped,
+    and beyond `MAX_BUCKETS` the least recently used.
     """
 
     def __init__(self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS) -> None:
@@ -149,7 +149,7 @@ class VirtualCounters:
 
     A tenant that becomes active starts at least at the lowest active counter, or if no tenant is active, at that of
     the last. The service of active tenants differs by at most twice the cost of the longest prompt or of all running
-    outputs. Counters only grow, so heap entries are updated at the top.
+    outputs.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:

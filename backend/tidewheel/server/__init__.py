@@ -2,7 +2,7 @@
 
 
 class ServeError(Exception):
-    """Failed start or dead part of a server; the message says in one line what to change."""
+    """Failed start or dead part of a server; the message says what to change."""
 
 
 class LoadError(ServeError):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import http.client  # httpx2 takes four times as long to import, and each start waits for it
+import http.client  # httpx2 takes four times as long to import
 import json
 import socket
 from dataclasses import asdict, dataclass, replace

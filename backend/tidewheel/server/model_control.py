@@ -1,5 +1,3 @@
-"""Load and unload of models in a running server, by a private socket or over Triton's API."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Reloads of single models, after the death of a front end or to free its shared memory."""
-
 from __future__ import annotations
 
 import threading

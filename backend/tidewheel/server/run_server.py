@@ -316,7 +316,6 @@ class _Server:
             progress.close()
 
     def _wait_gateway(self) -> None:
-        """Wait until the gateway sees the server as ready. Raise `ServeError`."""
         if self.gateway is None:
             return
         endpoints = self.plan.endpoints

@@ -1,5 +1,3 @@
-"""Installation, command line and environment of a Triton server."""
-
 from __future__ import annotations
 
 import ctypes.util
@@ -40,7 +38,7 @@ ControlMode = Literal["none", "explicit", "poll"]
 ClosedApi = Literal["shared-memory", "trace", "logging", "model-repository"]  # unless opened
 # Triton names this header to a client that it refuses, and all users see the argument, so no client may be able to
 # send it: HTTP ends a name at a colon; HTTP/2 and gRPC allow neither colon, space nor capital. The random value is
-# for a server that reads names in another way.
+# for servers that read names otherwise.
 _IMPOSSIBLE_HEADER = "No header opens it: tidewheel serve --open-api does"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 BACKEND = "tidewheel"

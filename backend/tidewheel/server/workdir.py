@@ -1,5 +1,3 @@
-"""Private work folder of a server, remains of killed servers, and the running servers of this user."""
-
 from __future__ import annotations
 
 import contextlib
@@ -44,9 +42,9 @@ class WorkDir:
 
 @contextlib.contextmanager
 def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
-    """Make a work folder in `parent` (default: the run directory). In the block $TIDEWHEEL_RUN_DIR is its `run`.
+    """Make a work folder in `parent` (default: the run directory). Raise `ConfigError`.
 
-    Raise `ConfigError` if it cannot be made.
+    In the block $TIDEWHEEL_RUN_DIR is its `run`.
     """
     named = os.environ.get(RUN_DIR)
     # A named folder may be open to others: the work folder in it is not.

@@ -1,8 +1,7 @@
 """Replica with merged decode steps, fast enough for days of traffic.
 
-Between two events decode steps have the same rows, and their time is a sum in closed form. The replica orders by
-class and arrival, and reserves a request's whole cache at its start. It has no preemption, prefix cache, sessions or
-deadlines.
+Between two events decode steps have the same rows, and their time is a sum in closed form. Orders by class and
+arrival; reserves a request's whole cache at its start; no preemption, prefix cache, sessions or deadlines.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ MakeScheduler = Callable[[int], Scheduler]
 
 
 class EngineReplica:
-    """Simulated engine: the loop of `EngineCore.step` on a cost model, step by step.
+    """Simulated engine: the loop of `EngineCore.step` on a cost model.
 
     A turn applies the finished batch as of its end, then schedules the next; requests are added before each.
     """

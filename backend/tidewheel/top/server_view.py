@@ -1,4 +1,4 @@
-"""Values that `tidewheel top` shows in the terminal, by `--once` and by `--json`, made from two pages of metrics.
+"""Values that `tidewheel top` shows, made from two pages of metrics.
 
 A field's annotation holds the method of `PageChange`, or the function, that reads the field, and its arguments. Rates
 are per second, over the last `watch.WINDOW_S`. None: the server does not show the value, or not yet.

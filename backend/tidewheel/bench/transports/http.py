@@ -1,5 +1,3 @@
-"""Benchmark transports over HTTP: Triton's `generate_stream` and `infer`, OpenAI's `completions`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Triton over gRPC: a stream per decoupled request, else unary calls, on one asyncio loop with few channels."""
-
 from __future__ import annotations
 
 import struct
@@ -25,7 +23,7 @@ _OPTIONS = (
 
 
 class TritonGrpcTransport:
-    """Transport over gRPC. `with_ids` asks for token ids, which later turns need."""
+    """Transport over gRPC: a stream per decoupled request, else unary calls. `with_ids`: ask for token ids."""
 
     can_cancel = True
 

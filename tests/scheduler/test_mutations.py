@@ -65,7 +65,7 @@ from tidewheel.event_heap import EventHeap, TimedEvent
 from tidewheel.kvcache import prefix
 from tidewheel.kvcache.manager import FreedBlockCounter, KVCacheManager
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler import cache_pressure, planner
+from tidewheel.scheduler import cache_pressure, planner, queue
 from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.policy import Rank
@@ -73,6 +73,7 @@ from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepPlan
+from tidewheel.tenants import TenantLimits
 
 # No shrinking: that it fails is all that is asked.
 SETTINGS = settings(
@@ -184,7 +185,7 @@ def oldest_evicted(patch: pytest.MonkeyPatch) -> None:
 
 
 def reserved_class_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerState, "_best_class", lambda self, tenant: Priority.CRITICAL)
+    patch.setattr(queue, "limits_of", lambda tenants, tenant: TenantLimits())
 
 
 def half_a_group_admitted(patch: pytest.MonkeyPatch) -> None:

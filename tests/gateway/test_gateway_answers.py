@@ -58,6 +58,12 @@ def test_chat(gateway: RunningGateway, triton: FakeTriton) -> None:
     assert json.loads(asked.inputs["messages"]) == [{"role": "user", "content": "one two"}]
 
 
+def test_quantised_weights_are_named(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, **perf(4), weights="mixed")
+    assert gateway.chat().json()["choices"][0]["weights"] == "mixed"
+    assert events(gateway.chat(stream=True))[-1]["choices"][0]["weights"] == "mixed"
+
+
 def test_completion(gateway: RunningGateway) -> None:
     body = gateway.complete("one two three").json()
     assert body["object"] == "text_completion"

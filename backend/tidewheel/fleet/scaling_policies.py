@@ -76,7 +76,7 @@ class Hysteresis:
         self._most = SlidingMaximum(settings.scale_down_after_s)
 
     def settle(self, state: FleetState, need: ReplicaNeed, hold_s: float) -> int:
-        """Return the damped count: up at once, down once fewer sufficed for `hold_s` (at most `scale_down_after_s`)."""
+        """Return the damped count: up at once, down once fewer sufficed for `hold_s` <= `scale_down_after_s`."""
         settings, now = self._settings, state.now
         if self._target is None:
             self._target, self._since = settings.clamp(state.num_replicas), now

@@ -135,6 +135,8 @@ class AnswerWriter:
             choice["finish_reason"] = "tool_calls"
         if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids or ()
+        if part.perf is not None and part.perf.weights != "full":
+            choice["weights"] = part.perf.weights
         return choice
 
     def _with_prompt_of_chat(self, body: Json) -> Json:

@@ -126,10 +126,6 @@ class EngineStats(msgspec.Struct):
         return self.num_steps - self.num_quantized_steps
 
     @property
-    def num_used_blocks(self) -> int:
-        return self.num_blocks - self.num_free_blocks
-
-    @property
     def kv_usage(self) -> float:
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 

@@ -179,7 +179,8 @@ class EngineMetrics:
     def publish(self, stats: EngineStats, *, is_ours: bool = True, has_time: bool = False) -> bool:
         """Publish like `SeriesTable.publish`. Figures of another owner are noted, to go on from after a takeover."""
         has_cache = stats.num_blocks > 0
-        blocks = {"max": stats.num_blocks, "used": stats.num_used_blocks, "tokens_per": has_cache * self._block_size}
+        used = stats.num_blocks - stats.num_free_blocks
+        blocks = {"max": stats.num_blocks, "used": used, "tokens_per": has_cache * self._block_size}
         self._blocks.advance(blocks, is_ours=is_ours)
         self._config.advance({"": float(has_cache)}, is_ours=is_ours)
         return self._table.publish(stats, is_ours=is_ours, has_time=has_time)

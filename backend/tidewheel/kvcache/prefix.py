@@ -158,20 +158,18 @@ class PrefixCache:
                 del self.computing[block_hash]
 
     def _extend(self, request: Request) -> int:
+        """Hash blocks for the weights of the next step, but for full ones if these computed most of the blocks."""
         limit = max_hit_blocks(request.num_tokens, self._block_size)
-        if self.weights == "quantized" or request.has_quantized_hashes:
-            self._choose_root(request, limit)
         extend_block_hashes(request, limit, self._block_size)
-        return limit
-
-    def _choose_root(self, request: Request, limit: int) -> None:
-        """Hash for the weights of the next step, but for full ones if these computed most of the blocks."""
-        is_quantized = self.weights == "quantized" and not request.keeps_full_weights
-        if is_quantized and not request.has_quantized_hashes:
-            extend_block_hashes(request, limit, self._block_size)
-            is_quantized = 2 * self._num_found(request, limit) <= limit
+        is_quantized = (
+            self.weights == "quantized"
+            and not request.keeps_full_weights
+            and (request.has_quantized_hashes or 2 * self._num_found(request, limit) <= limit)
+        )
         if is_quantized != request.has_quantized_hashes:
             request.has_quantized_hashes, request.block_hashes = is_quantized, []
+            extend_block_hashes(request, limit, self._block_size)
+        return limit
 
     def _num_found(self, request: Request, limit: int) -> int:
         return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing)

@@ -63,7 +63,8 @@ def warm_up(info: RunnerInfo, run: Callable[[ScheduledBatch], object], progress:
 
 def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
     yield demanding_batch(largest_step(info), info.block_size)
-    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
+    prefills = [[WarmUpRow(0, count, GREEDY)] for count in _sizes(_longest_chunk(info))]
+    steps = [*_decodes(info), *prefills, *_mixed(info), *_sampled()]
     for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
     yield from _moved(1 + len(steps), info)
@@ -78,11 +79,6 @@ def _decodes(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     for num_rows in _sizes(largest_step(info).num_rows):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
             yield [WarmUpRow(length - 1, 1, GREEDY)] * num_rows
-
-
-def _prefills(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
-    for count in _sizes(_longest_chunk(info)):
-        yield [WarmUpRow(0, count, GREEDY)]
 
 
 def _mixed(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:

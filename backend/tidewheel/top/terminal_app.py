@@ -167,7 +167,7 @@ class TerminalApp(App[None]):
         table, order = self._requests, self._orders[0]
         chosen = self._chosen_key()
         rows = view_text.ordered(self._view, order, is_reversed=self._is_reversed)
-        self._lines = {_key(one): one for one in rows}
+        self._lines = {f"{one.engine}/{one.engine_pid}/{one.number}": one for one in rows}
         table.border_title = escape(view_text.requests_title(self._view, order))
         table.clear()
         for key, one in self._lines.items():
@@ -198,10 +198,6 @@ class QuestionScreen(ModalScreen[bool]):
     def on_key(self, event: Key) -> None:
         event.stop()
         self.dismiss(event.key == "y")
-
-
-def _key(request: RequestLine) -> str:
-    return f"{request.engine}/{request.engine_pid}/{request.number}"
 
 
 def _cells(request: RequestLine) -> list[Text]:

@@ -63,14 +63,14 @@ class SchedulingSettings:
     # policies
     ageing_s: float = 10.0  # seconds after which a waiting request rises a class, repeatedly, up to HIGH
     cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
-    predictor_prior_tokens: int = 128  # assumed output length until requests have ended
+    predictor_prior_tokens: int = 128  # output length assumed until requests have ended
     long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; none: the budget
 
     # admission
     max_waiting_requests: int = 1024  # most requests that have not started
     max_waiting_tokens: int = 1 << 22  # most prompt tokens of these
-    breaker_error_rate: float | None = None  # error rate above which the breaker opens; none: it stays closed
-    breaker_queue_time_s: float | None = None  # wait above which the breaker opens; none: it stays closed
+    breaker_error_rate: float | None = None  # error rate above which the breaker opens; none: no rate does
+    breaker_queue_time_s: float | None = None  # wait above which the breaker opens; none: no wait does
 
     # preemption
     admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
@@ -103,9 +103,7 @@ class EngineConfig(SchedulingSettings):
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
     quantization: Quantization = "auto"  # auto: weights as stored; none: as dtype; fp8, int8, int4: rounded at load
-    pressure_quantization: PressureQuantization = (
-        "none"  # format of a second copy of the weights, which computes under pressure
-    )
+    pressure_quantization: PressureQuantization = "none"  # format of a copy of the weights for times of pressure
     deterministic: bool = False  # a request's tokens do not depend on what else runs; slower, native models on a GPU
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device

@@ -120,7 +120,7 @@ class LoadProgress:
         self._stages: dict[str, str] = {}
         self._on_terminal = self._stream.isatty()
         self._wait = WaitLine(self._stream)  # where no bar shows the time
-        tqdm.monitor_interval = 0  # as above
+        tqdm.monitor_interval = 0  # as in `WaitLine`
 
     def update(self) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone

@@ -24,6 +24,7 @@ from gpu.kernel_sweep import replaced
 from modelled.roofline import SHAPES, Shape
 from modelled.stub_driver import Launches, stub_driver
 from tidewheel.models import decoder
+from tidewheel.models import linear as linear_layers
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import KVLayer, TokenLocations
 from tidewheel.models.rope_table import RopeConfig
@@ -92,7 +93,7 @@ def no_products() -> Iterator[None]:
     def linear(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None) -> torch.Tensor:
         return x.new_empty((x.shape[0], weight.shape[0]))
 
-    with mock.patch.object(decoder, "linear", linear):
+    with mock.patch.object(linear_layers, "linear", linear):
         yield
 
 

@@ -2,8 +2,7 @@
 
     python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json | --listing]
 
-Exit status 1 if a kernel does not compile, needs too much shared memory, uses the stack where its case forbids it, or
-lacks an expected instruction.
+Exit status 1 if a kernel does not compile, needs too much shared memory or a forbidden stack, or lacks instructions
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def middle(low, high):
 def search(x, measure, low, high, target):
     """Return the largest t in `x` where `measure`, summed over x >= t, reaches `target`, or `low`.
 
-    `high` is the largest element of `x`. Each pass drops at least one candidate.
+    `high` is the largest element of `x`.
     """
     while low < high:
         pivot = middle(low, high)

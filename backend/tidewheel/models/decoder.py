@@ -63,14 +63,14 @@ class DecoderLayer:
     def begin(
         self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
     ) -> AttentionInput:
-        """Add `x` [T, hidden_size] to the residual, compute up to attention, and write keys and values."""
+        """Add `x` [T, hidden_size] to the residual, compute queries, and write keys and values."""
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         return AttentionInput(self.attention.queries(normed, places, kv), residual)
 
     def attend(
         self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the attention's result [T, num_q_heads, head_dim], in `out` if given."""
+        """Return [T, num_q_heads, head_dim], in `out` if given."""
         attention = self.attention
         return paged_attention(
             queries, kv.keys, kv.values, meta,
@@ -79,7 +79,7 @@ class DecoderLayer:
         )  # fmt: skip
 
     def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's output and the residual, both [T, hidden_size]; the next norm adds them."""
+        """Return output and residual, both [T, hidden_size]; the next norm adds them."""
         projected = self.attention.output(attended.view(attended.shape[0], -1))
         normed, residual = add_norm(projected, residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual

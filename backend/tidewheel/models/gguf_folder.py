@@ -42,7 +42,7 @@ def derived_folder(file: Path) -> Path:
         folder = root / f"{re.sub(r'[^A-Za-z0-9._-]', '_', file.stem)[:80]}-{key[:16]}"
         if not folder.is_dir():
             _make(folder, file)
-            _remove_others(folder, file)
+            _remove_outdated(folder, file)
         return folder
     except OSError as error:
         raise ConfigError(f"{error.filename or file}: {error.strerror}; make room, or {remedy}") from None
@@ -50,8 +50,7 @@ def derived_folder(file: Path) -> Path:
         raise ConfigError(str(error)) from None
 
 
-def _remove_others(folder: Path, file: Path) -> None:
-    """Remove folders made of what the file was before."""
+def _remove_outdated(folder: Path, file: Path) -> None:
     for link in folder.parent.glob(f"*/{LINK}"):
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
             if link.parent != folder and link.readlink() == file:

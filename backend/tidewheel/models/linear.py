@@ -27,7 +27,7 @@ from tidewheel_kernels.scaled_linear import MULTIPLE as FP8_MULTIPLE
 
 
 class GroupFormat(NamedTuple):
-    """Integers that share a float16 scale, and a minimum if `has_minimums`, by output and `group_size` inputs."""
+    """Integers with a float16 scale, and a minimum if `has_minimums`, by output and `group_size` inputs."""
 
     bits: Literal[4, 8]
     group_size: int = 32
@@ -129,7 +129,6 @@ class Linear:
         return linear(x, self.weight, self.bias)
 
     def kernel_weights(self) -> LinearWeights | None:
-        """Return the weights for `DecodeLayers`, None in other formats."""
         weights = self._groups or self._packed
         return LinearWeights(weights, self.bias) if isinstance(weights, PackedWeights | LaneWeights) else None
 
@@ -159,7 +158,6 @@ class Weights:
         return tensor
 
     def table(self, name: str, num_rows: int, width: int) -> torch.Tensor | Linear:
-        """Return the embeddings: a tensor, or a layer if they have a format."""
         if self._format_of([f"{name}.weight"]) is None:
             return self.tensor(name, num_rows, width)
         return self.linear("", width, {name: num_rows})
@@ -181,7 +179,7 @@ class Weights:
         return self.linears[-1]
 
     def _fused(self, names: Mapping[str, int], *inputs: int) -> torch.Tensor:
-        """Return a tensor [sum of outputs, *inputs] with a view by each name."""
+        """Return a tensor [sum of outputs, *inputs] with named views."""
         fused = self._empty(sum(names.values()), *inputs)
         self.by_name |= zip(names, torch.split(fused, list(names.values())), strict=True)
         return fused
@@ -190,7 +188,7 @@ class Weights:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor that a checkpoint must have."""
+        """Return the shapes of a checkpoint's tensors."""
         plain = {name: tuple(tensor.shape) for name, tensor in self.by_name.items()}
         return plain | {
             name: (rows, layer.weight.shape[1]) for layer in self.linears for name, rows in layer.parts.items()

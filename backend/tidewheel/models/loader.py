@@ -63,7 +63,7 @@ class ModelPlan(NamedTuple):
         return source
 
     def check_fits(self, source: WeightSource) -> int:
-        """Return the bytes of the weights. Raise `ConfigError` if they exceed free memory."""
+        """Return the weights' bytes. Raise `ConfigError` if they exceed free memory."""
         if self.native is None:
             can_round = False
             num_bytes = sum(math.prod(stored.shape) for stored in source.tensors.values()) * self.dtype.itemsize
@@ -74,7 +74,7 @@ class ModelPlan(NamedTuple):
         return num_bytes
 
     def decoder(self, source: WeightSource, device: torch.device) -> Decoder:
-        """Return the empty native model, in the formats that the setting or `source` asks for."""
+        """Return the empty native model, in the formats of the setting or of `source`."""
         assert self.native is not None
         decoder = Decoder(
             self.native.config, max_model_len=self.max_model_len if device.type != "meta" else 1, dtype=self.dtype,
@@ -132,7 +132,7 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
 
 
 def load_model(plan: ModelPlan, source: WeightSource, progress: Progress) -> CausalLM:
-    """Load the model from the plan's `source`. Raise `ConfigError`."""
+    """Load the model. Raise `ConfigError`."""
     way = "through transformers" if plan.native is None else "on the native decoder"
     logger.info("%s runs %s", plan.architecture, way)
     if plan.native is not None:

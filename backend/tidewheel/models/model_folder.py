@@ -51,7 +51,7 @@ def one_line(error: Exception, limit: int = 400) -> str:
 
 
 def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
-    """Return the model's local folder: as given, made of a GGUF file, or downloaded to `cache_dir` ("": default)."""
+    """Return the model's folder: as given, made of a GGUF file, or downloaded to `cache_dir`."""
     folder = Path(model).expanduser()
     if revision and folder.exists():
         log.info("model is on disk: revision %r has no effect", revision)

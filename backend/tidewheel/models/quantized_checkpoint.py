@@ -145,7 +145,7 @@ PARSERS: dict[str, Callable[[ConfigFields], Layout]] = {
 
 
 class QuantizedFolder(WeightSource):
-    """Folder of safetensors that shows each quantised layer as one matrix, `X.weight`."""
+    """Safetensors, with each quantised layer as one matrix, `X.weight`."""
 
     def __init__(self, folder: SafetensorsFolder, layout: Layout, expected: Collection[str]) -> None:
         """Check layers, and drop biases of zeros (old writers of GPTQ) unless `expected`. Raise `ConfigError`."""
@@ -206,7 +206,7 @@ class QuantizedFolder(WeightSource):
         self.tensors[matrix] = StoredTensor(stored.file, size, form)
 
     def _name(self, prefix: str, part: str, form: TensorForm) -> str:
-        """Return a checked tensor's name, empty if it is absent and not required."""
+        """Return a checked tensor's name, empty if absent and not required."""
         found = [prefix + each for each in (part, *ALIASES.get(part, ())) if prefix + each in self.tensors]
         if len(found) > 1:
             raise ValueError(f"{' and '.join(found)} are beside it")

@@ -69,7 +69,7 @@ class IntegerLayout(Layout):
 
     bits: Bits
     group_size: int  # 0: a whole row
-    needs_order: bool  # the file must say the group of each input
+    needs_order: bool  # the file must have groups by input
 
     @abstractmethod
     def codes(self, tensors: Tensors) -> torch.Tensor:
@@ -128,7 +128,7 @@ def num_words(count: int, bits: int) -> int:
 
 
 def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the fields [rows, n] uint8 of rows of uint8 or int32, lowest bits first."""
+    """Return the fields [rows, n] uint8 of uint8 or int32, lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), 2).flatten(1)
 

@@ -103,7 +103,7 @@ def attend_paged(meta: AttentionMetadata, kv: KVLayer, call: AttentionCall) -> t
 
 
 class AttentionProbe:
-    """Attention over one sequence, to find each layer's shape at its first call."""
+    """Attention over one sequence, which finds each layer's shape."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.caches: dict[int, KVLayer] = {}

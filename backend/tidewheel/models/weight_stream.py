@@ -131,12 +131,12 @@ class RingSink:
         self._copied: list[torch.cuda.Event | None] = [None] * num_slots
 
     def buffer(self, index: int, chunk: FileChunk) -> torch.Tensor:
-        """Wait for a free buffer and return [chunk.size] uint8. Callable from any thread."""
+        """Wait for a buffer and return [chunk.size] uint8. Callable from any thread."""
         slot = index % self.num_slots
         copied, memory = self._copied[slot], self._slots[slot]
         if copied is not None:
             copied.synchronize()
-        if memory is None:  # at the first read: a small model needs few
+        if memory is None:  # late: small models need few
             self._slots[slot] = memory = self._stream.allocate(self._slot_bytes)
         return memory[: chunk.size]
 

@@ -1,4 +1,4 @@
-"""Attention of prompts by FlashAttention-3 (Shah et al. 2024), an optional package; decodes use our kernels."""
+"""Attention of prompts by FlashAttention-3 (Shah et al. 2024), an optional package."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _load_codes(row_ptr, is_column, begin, row_bytes, BITS: tl.constexpr, BLOCK_
 
 @triton.jit
 def _load_factors(row_ptr, is_column, begin, num_groups, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return [BLOCK_N, groups, 1] scales or minimums in float32 of inputs from `begin` on."""
+    """Return [BLOCK_N, groups, 1] scales or minimums in float32 from input `begin` on."""
     GROUPS: tl.constexpr = max(BLOCK_K // GROUP, 1)
     group = begin // GROUP + tl.arange(0, GROUPS)[None, :]
     factors = tl.load(row_ptr[:, None] + group, mask=is_column[:, None] & (group < num_groups), other=0.0)

@@ -27,7 +27,7 @@ def scales_of(scales: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.T
 
 
 def stored(values: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None) -> torch.Tensor:
-    """Return `values` [..., num_heads, head_dim] in a cache's `dtype`; with `scales`, divided and clamped to it."""
+    """Return `values` [..., num_heads, head_dim] in `dtype`; with `scales`, divided and clamped to it."""
     if scales is not None:
         values = (values.float() / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
     return values.to(dtype)

@@ -1,6 +1,6 @@
 """Products with weights that oneDNN packed, on a CPU: by oneDNN for many rows, by a C kernel for few.
 
-The kernel reads oneDNN's layout, where it knows the layout, so that weights are in memory once.
+The kernel reads oneDNN's layout, if known, so that weights are in memory once.
 """
 
 from __future__ import annotations

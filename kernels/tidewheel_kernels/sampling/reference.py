@@ -10,7 +10,7 @@ GREEDY_TEMPERATURE = 1e-5  # less loses differences between logits
 
 @dataclass(frozen=True, eq=False)
 class SamplingTensors:
-    """Sampling parameters by row. A stage's flag must be True if any sampled row needs the stage."""
+    """Sampling parameters by row; a stage's flag is True if any sampled row needs it."""
 
     temperature: torch.Tensor  # [B] float32; below 1e-5 = greedy
     top_k: torch.Tensor  # [B] int32; <= 0 or >= vocabulary = off

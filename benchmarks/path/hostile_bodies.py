@@ -178,7 +178,7 @@ def _memory() -> dict[str, float]:
     below = [(one, " ".join(one.cmdline())) for one in psutil.Process().children(recursive=True)]
     engine, prompts = (
         [one.memory_info().rss / 1e6 for one, command in below if f"tidewheel.{module} " in command]
-        for module in ("engine.process", "frontend.prompt_process")
+        for module in ("engine.process", "frontend.prompt_workers")
     )
     return {"engine": round(sum(engine)), "prompts": round(sum(prompts)), "num_prompt_processes": len(prompts)}
 

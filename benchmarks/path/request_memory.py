@@ -48,7 +48,7 @@ def private_mib() -> dict[str, float]:
 def role_of(name: str, command: str) -> str:
     if name == "tritonserver" or "--engine-dir" in command:
         return "tritonserver" if name == "tritonserver" else "engine"
-    if "prompt_process" in command:
+    if "prompt_workers" in command:
         return "prompts"
     return "front end" if name.startswith("triton_python_b") else ""
 

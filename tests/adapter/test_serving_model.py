@@ -31,7 +31,7 @@ from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.live_request import Sink
 from tidewheel.frontend.output import OutputChunk
-from tidewheel.frontend.prompt_process import TokenizerFolder
+from tidewheel.frontend.prompt_workers import TokenizerFolder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.settings import FrontendSettings

@@ -19,7 +19,7 @@ from support.triton.serving import WEIGHTS
 from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
 from tidewheel.entries.findings import Finding
-from tidewheel.frontend.prompt_process import JobRunner, TokenizerFolder
+from tidewheel.frontend.prompt_workers import JobRunner, TokenizerFolder
 from tidewheel.settings import GIB
 
 # Mistakes are on line 4 and behind it.

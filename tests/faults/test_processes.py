@@ -30,7 +30,7 @@ from support.triton.serving import Server, has_ended, wait_for
 pytestmark = pytest.mark.e2e
 
 BACK_LIMIT_S = 180.0
-PROMPT_PROCESS = "tidewheel.frontend.prompt_process"
+PROMPT_PROCESS = "tidewheel.frontend.prompt_workers"
 RECEIVED = "tidewheel_requests_received_total"
 
 

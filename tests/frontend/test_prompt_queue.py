@@ -10,10 +10,10 @@ import pytest
 
 from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness
+from tidewheel.frontend.admission_gate import _AGEING_NS, _LONG_PROMPT_BYTES, PromptQueue
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
-from tidewheel.frontend.threads import _AGEING_NS, _LONG_PROMPT_BYTES, PromptQueue
 from tidewheel.request import Priority
 from tidewheel.request_options import RequestOptions
 from tidewheel.tenants import TenantLimits

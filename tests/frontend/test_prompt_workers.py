@@ -20,20 +20,20 @@ from tokenizers import pre_tokenizers
 from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, byte_level_bpe
 from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
-from tidewheel.frontend import prompt_process
+from tidewheel.frontend import prompt_workers
 from tidewheel.frontend.chat import Conversation
-from tidewheel.frontend.prompt_process import (
+from tidewheel.frontend.prompt_workers import (
     DecodeJob,
     EncodeJob,
     GrammarTrial,
     Job,
     JobRunner,
     PromptLimits,
+    PromptWorkers,
     RenderJob,
     TokenizeJob,
     TokenizerFolder,
 )
-from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import to_source
@@ -220,11 +220,11 @@ def test_the_limit_of_a_job_begins_after_what_jobs_share(
     def limit_cpu(seconds: float) -> None:
         at_limits.append((seconds, runner._compiler._tokens is not None, "renamed" in vars(runner._controls)))
 
-    monkeypatch.setattr(prompt_process, "_limit_cpu", limit_cpu)
+    monkeypatch.setattr(prompt_workers, "_limit_cpu", limit_cpu)
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         ours.send_bytes(msgspec.msgpack.encode(job))
-        thread = threading.Thread(target=prompt_process._serve, args=(theirs, runner, LIMITS))
+        thread = threading.Thread(target=prompt_workers._serve, args=(theirs, runner, LIMITS))
         thread.start()
         ours.recv_bytes()
         ours.close()

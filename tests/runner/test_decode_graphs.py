@@ -34,9 +34,9 @@ from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.models.causal_lm import CausalLM, ForwardInput
 from tidewheel.request import Request
+from tidewheel.runner.inputs import NUM_SLOTS
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingStep
-from tidewheel.runner.staging import NUM_SLOTS
 from tidewheel.runner.step_graphs import GraphSizes, StepGraphs, decode_sizes
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels import AttentionMetadata

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.runner.recorded_graphs import RecordingAccelerator
-from tidewheel.runner.staging import NUM_SLOTS, InputSender, StagingSender, share_memory
+from tidewheel.runner.inputs import NUM_SLOTS, InputSender, StagingSender, share_memory
 
 FIRST = [np.arange(3), np.arange(5, dtype=np.int32)]
 LAST = [np.array([True, False, True]), np.array([0.5, 1.5], dtype=np.float32), np.empty(0, dtype=np.int64)]

@@ -19,8 +19,7 @@ from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.ended_requests import EndedRequest, EventQueue, RequestLog
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.prompt_process import TokenizerFolder
-from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.request_spans import RequestSpans
 from tidewheel.frontend.tokenizer import Tokenizer

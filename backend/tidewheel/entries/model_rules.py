@@ -13,8 +13,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.entries.findings import Problem, error, note, warning
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.prompt_process import TokenizerFolder
-from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.model_folder import cached_folder, read_config

@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import heapq
 import threading
 from typing import NamedTuple
 
 import msgspec
 
 from tidewheel.engine.messages import AddRequest, Room
+from tidewheel.errors import Busy
+from tidewheel.frontend.grammar_parameters import names_grammar
+from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.request import Priority
+
+_AGEING_NS = 10_000_000_000
+_LONG_PROMPT_BYTES = 16 << 10
+_MAX_REQUESTS = 4096
+_MAX_PROMPTS = 64  # of maximum size
+_RETRY_AFTER_MS = 250
+
+_Heap = list[tuple[int, int, LiveRequest]]  # order, key (by arrival), request
 
 
 class _Claim(NamedTuple):
@@ -126,3 +138,68 @@ class AdmissionGate:
             room.num_requests + self._num_requests + claim.num_requests <= room.max_requests
             and room.num_tokens + self._num_tokens + claim.num_tokens <= room.max_tokens
         )
+
+
+class PromptQueue:
+    """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
+
+    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`; each `_AGEING_NS` of waiting lifts a
+    request a class. Long prompts and grammars leave one thread to short prompts.
+    """
+
+    def __init__(self, max_prompt_bytes: int, num_threads: int) -> None:
+        self._max_bytes = _MAX_PROMPTS * max_prompt_bytes
+        self._max_long = num_threads - 1  # in work at once
+        self._short: _Heap = []
+        self._long: _Heap = []
+        self._num_requests = 0
+        self._num_bytes = 0
+        self._num_long = 0  # in work
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def refusal(self, num_bytes: int) -> Busy | None:
+        full = ""
+        if self._num_requests >= _MAX_REQUESTS:
+            full = f"{self._num_requests} of {_MAX_REQUESTS} requests"
+        elif self._num_bytes + num_bytes > self._max_bytes:
+            full = f"{self._num_bytes} of {self._max_bytes} prompt bytes"
+        return Busy(f"the tokenizer's queue is full: {full}", retry_after_ms=_RETRY_AFTER_MS) if full else None
+
+    def put(self, request: LiveRequest) -> None:
+        urgency, latest_ns = request.urgency, request.arrival_ns + _AGEING_NS
+        due_ns = min(request.deadline_ns or urgency.soft_deadline_ns(request.arrival_ns) or latest_ns, latest_ns)
+        heap = self._long if _is_long(request) else self._short
+        with self._changed:
+            heapq.heappush(heap, (due_ns + urgency.priority * _AGEING_NS, request.key, request))
+            self._num_requests += 1
+            self._num_bytes += request.asked.prompt_bytes
+            self._changed.notify()
+
+    def take(self) -> LiveRequest | None:
+        """Wait for the next request and return it; None once closed."""
+        with self._changed:
+            while not self._is_closed:
+                heaps = (self._short, self._long) if self._num_long < self._max_long else (self._short,)
+                if filled := list(filter(None, heaps)):
+                    *_, request = heapq.heappop(min(filled))
+                    self._num_long += _is_long(request)
+                    return request
+                self._changed.wait()
+        return None
+
+    def done(self, request: LiveRequest) -> None:
+        with self._changed:
+            self._num_requests -= 1
+            self._num_bytes -= request.asked.prompt_bytes
+            self._num_long -= _is_long(request)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+def _is_long(request: LiveRequest) -> bool:
+    asked = request.asked
+    return asked.prompt_bytes > _LONG_PROMPT_BYTES or names_grammar(asked.parameters)

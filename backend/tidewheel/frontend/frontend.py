@@ -20,7 +20,7 @@ from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import Delta, EngineInfo, Room
 from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
-from tidewheel.frontend.admission_gate import AdmissionGate
+from tidewheel.frontend.admission_gate import AdmissionGate, PromptQueue
 from tidewheel.frontend.ended_requests import EndedRequest, Stages
 from tidewheel.frontend.live_request import Ending, LiveRequest, Sink, TokenColumns
 from tidewheel.frontend.output import OutputChunk, Response, is_last
@@ -28,7 +28,7 @@ from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.threads import PromptQueue, ResponseSenders, Watcher, Workers
+from tidewheel.frontend.threads import ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 

@@ -15,8 +15,14 @@ from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, Outputs
-from tidewheel.frontend.prompt_process import DecodeJob, EncodeJob, GrammarTrial, RenderJob, TokenizeJob
-from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.prompt_workers import (
+    DecodeJob,
+    EncodeJob,
+    GrammarTrial,
+    PromptWorkers,
+    RenderJob,
+    TokenizeJob,
+)
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tokenizer import Tokenizer

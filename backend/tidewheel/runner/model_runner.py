@@ -20,7 +20,18 @@ from tidewheel.runner.graph_trial import GraphTrial
 from tidewheel.runner.host_memory import MemoryClaim
 from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.inputs import ForwardBounds, HostInputs, RowTable, StepInputs
+from tidewheel.runner.inputs import (
+    DeviceArrays,
+    ForwardBounds,
+    Group,
+    Groups,
+    HostInputs,
+    InputSender,
+    RowTable,
+    StagingSender,
+    StepInputs,
+    share_memory,
+)
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
 from tidewheel.runner.profiling import (
@@ -34,7 +45,6 @@ from tidewheel.runner.profiling import (
 )
 from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_tokens, score_prompts
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
-from tidewheel.runner.staging import DeviceArrays, Group, Groups, InputSender, StagingSender, share_memory
 from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, StepGraphs, StepModel
 from tidewheel.runner.thread_count import StepThreads
 from tidewheel.runner.warm_up import demanding_batch, warm_up

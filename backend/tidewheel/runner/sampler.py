@@ -9,8 +9,8 @@ import torch
 
 from tidewheel.batch import Int32Array, Launch, SampledTokens, ScheduledBatch
 from tidewheel.runner.accelerator import CudaAccelerator
+from tidewheel.runner.inputs import DeviceArrays
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PoolingPlan, PromptScoring, SamplingPlan
-from tidewheel.runner.staging import DeviceArrays
 from tidewheel.sampling import TopLogprobs
 from tidewheel_kernels import (
     LogprobsOutput,

@@ -9,8 +9,7 @@ import numpy.typing as npt
 from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowError, ScheduledBatch
 from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel.runner.grammar_masks import GrammarRows, MaskJob, packed
-from tidewheel.runner.inputs import HostInputs
-from tidewheel.runner.staging import Group, Groups
+from tidewheel.runner.inputs import Group, Groups, HostInputs
 from tidewheel.sampling import LogitBias
 
 UInt64Array = npt.NDArray[np.uint64]

@@ -27,10 +27,9 @@ from tidewheel.models.causal_lm import (
 )
 from tidewheel.models.decoder import Decoder, DecoderLayer
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
-from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, RowTable, StepInputs
+from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, InputSender, RowTable, StepInputs
 from tidewheel.runner.sampler import draw_tokens
 from tidewheel.runner.sampling_plan import greedy_columns
-from tidewheel.runner.staging import InputSender
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
 

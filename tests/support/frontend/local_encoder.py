@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from tidewheel.frontend.prompt_process import Answer, Job, JobRunner, TokenizerFolder
-from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.prompt_workers import Answer, Job, JobRunner, PromptWorkers, TokenizerFolder
 
 
 class LocalEncoder(PromptWorkers):

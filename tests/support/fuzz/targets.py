@@ -33,7 +33,7 @@ from tidewheel.entries.migration import migrate
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError, printable
 from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.prompt_process import TokenizerFolder
+from tidewheel.frontend.prompt_workers import TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tokenizer import Tokenizer

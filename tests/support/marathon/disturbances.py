@@ -151,7 +151,7 @@ def _reload(target: Target, _: float) -> None:
         client.load_model("demo")
 
 
-ENGINE, PROMPTS, GUARD = "--engine-dir", "tidewheel.frontend.prompt_process", "tidewheel.server.workdir"
+ENGINE, PROMPTS, GUARD = "--engine-dir", "tidewheel.frontend.prompt_workers", "tidewheel.server.workdir"
 TRITON = "bin/tritonserver"
 KINDS: dict[str, Kind] = {
     "engine killed": Kind(_kill(ENGINE), is_lethal=True),

@@ -137,7 +137,7 @@ class CapacitySearch:
         return None
 
     def note(self, point: LoadPoint, outcomes: Sequence[RequestOutcome], seen: Verdict | None = None) -> Verdict:
-        """Record the outcomes at a rate. Return `seen`, the run's own verdict, or if None the outcomes' verdict."""
+        """Record the outcomes of a run at one rate. Return the run's verdict: `seen`, if given."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         outcomes = [outcome for outcome in outcomes if not self._was_cut_short(outcome)]

@@ -140,7 +140,7 @@ def verdict(result: ScenarioResult) -> str:
 
 
 def alike(results: Sequence[ScenarioResult]) -> list[str]:
-    """Return a list with one sentence, on which policies have equal results and why, or without if all differ."""
+    """Return a sentence on policies with equal results and the reason, in a list; empty if all differ."""
     same = [(a, b) for a, b in itertools.combinations(results, 2) if a.load == b.load and a.figures == b.figures]
     if not same:
         return []

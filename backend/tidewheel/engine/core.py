@@ -65,7 +65,7 @@ class EngineCore:
         first_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `beat` before each launch with the seconds to the next beat; unpredicted steps: `first_step_s`."""
+        """Before each launch, call `beat` with the seconds to its next call: a prediction, or `first_step_s`."""
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver

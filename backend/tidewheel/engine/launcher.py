@@ -264,7 +264,7 @@ def _end(status: folder.Status, grace_s: float) -> None:
 
 
 def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> list[Death]:
-    """Add the engine's death; return those within `window_s`, oldest first. Skip future times, from before a boot."""
+    """Record the engine's death; return all deaths within `window_s` seconds, oldest first, since the last boot."""
     path, now = engine_dir / folder.DEATHS, time.monotonic()
     deaths = [death for death in read_value(path, list[Death]) or () if now - window_s <= death.at <= now]
     if not any((death.pid, death.start_ticks) == (status.pid, status.start_ticks) for death in deaths):

@@ -69,7 +69,7 @@ class PrefixIndex:
         return CachedDepths((0, *(depth for depth, _ in stairs)), levels)
 
     def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """Return pairs (number of leading chunks, bits of slots with so many or more), ascending."""
+        """Return pairs (n, bit set of the slots with at least n leading chunks), n ascending."""
         stairs: list[tuple[int, int]] = []
         slots, holders = -1, self._holders
         for depth, chunk in enumerate(chunks):

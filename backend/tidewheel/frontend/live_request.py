@@ -92,7 +92,7 @@ class LiveRequest:
         return bool(self._deltas)
 
     def attach(self, prepared: PreparedRequest) -> None:
-        """Attach what the reader prepared. Without streaming and stop strings, output is sent only at the end."""
+        """Set the prepared message and output. Without streaming and stop strings, output is sent only at the end."""
         with self._lock:
             self.prepared = prepared
             if prepared.message is not None:
@@ -231,7 +231,7 @@ class TokenColumns:
             self._has_output[slot] |= has_output and self._is_awaited[slot]
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Add one token per key. Return seconds since the previous token, for keys with one, and the other keys."""
+        """Add a token per key. Return seconds since each key's previous token, and the keys without one."""
         if len(keys) <= _FEW:
             return self._add_few(keys.tolist(), token_ids.tolist(), now_ns)
         with self._lock:
@@ -300,7 +300,7 @@ class TokenColumns:
             return taken
 
     def due(self, before_ns: int) -> list[int]:
-        """Return, and await no more, keys with output and no `take` after `before_ns`, the earliest `take` first."""
+        """Return awaited keys with output, last taken by `before_ns`, earliest first; stop awaiting them."""
         with self._lock:
             slots = (self._is_awaited & self._has_output).nonzero()[0]
             if not len(slots):

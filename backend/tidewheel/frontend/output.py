@@ -64,11 +64,11 @@ class StopChecker:
         self.is_hit = False
 
     def may_change(self, text: str) -> bool:
-        """Return whether `push` may return a different text."""
+        """Return whether `push` may return another text than its argument."""
         return bool(self._held) or not self._first_chars.isdisjoint(text)
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Return text up to a stop string; withhold an end that may begin one. Without `may_stop`, find none."""
+        """Return text up to a stop string; withhold an end that may begin one. Without `may_stop`, search none."""
         if self.is_hit:
             return ""
         if not self.may_change(text):

@@ -20,7 +20,7 @@ class ResponseInterval:
         self._turn_s = 0.0  # processor time of a turn, smoothed
 
     def observe(self, use: ProcessorUse) -> None:
-        """Take the use by this server. A neighbour takes all that the server leaves: half counts as available."""
+        """Update the available processors: used by this server or idle, at least half: others take idle ones."""
         available = min(max(use.used + use.idle, 0.5 * self._num_processors), self._num_processors)
         self._available += (available - self._available) * _USE_SMOOTHING
 

@@ -120,7 +120,7 @@ class ResponseSenders:
         answer: Callable[[LiveRequest, int], None],
         engine_pid: int,
     ) -> None:
-        """Start the threads. A turn sends what a request has: it calls `answer(request, time of its begin in ns)`."""
+        """Start the threads. A turn calls `answer(request, begin_ns)`, with its begin in monotonic ns."""
         self._live = live
         self._columns = columns
         self._answer = answer

@@ -98,7 +98,7 @@ class SessionTable:
         return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def most_blocks(self, tenant: str, num_blocks: int) -> int:
-        """Limit `num_blocks` to what one session of the tenant may keep."""
+        """Return `num_blocks`, at most the blocks that one session of the tenant may keep."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min([num_blocks, *(limit for limit in limits if limit is not None)])
 

@@ -89,7 +89,7 @@ def score_prompts(
 
 
 def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan) -> torch.Tensor:
-    """Return sums [R, hidden_size] float32 of the `states` [P, hidden_size] that have the same owner."""
+    """Return sums [R, hidden_size] float32 of `states` [P, hidden_size] by row; `owners` [P]: each state's row."""
     sums = torch.zeros(len(pooling.batch_indices), states.shape[1], dtype=torch.float32, device=states.device)
     return sums.index_add_(0, owners, states.float())
 

@@ -77,7 +77,7 @@ def _key_tiles(
 ):
     """Return tiles (first, full, masked, end): in [full, masked) all queries see all keys.
 
-    With ONE_LOOP, masked is first.
+    With ONE_LOOP, masked equals first.
     """
     end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, seq_len), BLOCK_N)
     masked = (first_position + 1) // BLOCK_N

@@ -1,4 +1,4 @@
-"""Errors of requests, from `tidewheel_client.errors`. `TidewheelError` is their base class, `RequestError`.
+"""Errors of requests, from `tidewheel_client.errors`, whose base class `RequestError` is `TidewheelError` here.
 
 No client receives a `ConfigError` or `PermanentError`.
 """

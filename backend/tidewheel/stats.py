@@ -60,7 +60,7 @@ class Objective:
 
 
 class TenantFigures(msgspec.Struct):
-    """Sums over all sequences of a tenant since the engine's start."""
+    """Counts of a tenant's sequences and tokens, and seconds in the queue, since the engine's start."""
 
     num_requests: int = 0
     num_rejected: int = 0

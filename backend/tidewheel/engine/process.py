@@ -55,7 +55,7 @@ class StatusFile:
         self.keep()
 
     def keep(self) -> bool:
-        """Repeat a failed write. Return False if the folder is gone."""
+        """Write the status again if that failed before. Return False if the folder is gone."""
         path = self.engine_dir / folder.STATUS
         try:
             if self.engine_dir.stat().st_ino != self._folder_inode:

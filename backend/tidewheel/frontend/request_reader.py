@@ -48,7 +48,7 @@ class MessageMaker:
     def __init__(
         self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
     ) -> None:
-        """Without `defaults`, take those of the model's folder."""
+        """`defaults`: sampling defaults and end tokens; None: read from the model's folder."""
         self._info = info
         self._tokenizer = tokenizer
         self.defaults = defaults or GenerationDefaults.load(Path(info.model))

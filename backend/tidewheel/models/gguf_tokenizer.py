@@ -94,7 +94,7 @@ class _Vocabulary:
         return self._fields.integer(key, default, low=0, high=len(self.tokens) - 1)
 
     def _numbers(self, name: str, default: float) -> list[float]:
-        """Return a number for each token."""
+        """Return the numbers `tokenizer.ggml.NAME`, one for each token. Raise `ConfigError`."""
         key = f"tokenizer.ggml.{name}"
         values = self._fields.values.get(key, [default] * len(self.tokens))
         if not isinstance(values, list) or len(values) != len(self.tokens) or isinstance(values[0], str):

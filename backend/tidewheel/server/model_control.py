@@ -149,7 +149,7 @@ class ControlSocket:
                 self._closed.wait(_RETRY_S)
 
     def _do(self, command: bytes) -> str:
-        """Return the command's error; empty: done."""
+        """Execute a command. Return its error message, empty if it was done."""
         try:
             self._handle(msgspec.json.decode(command, type=Command))
         except (ServeError, msgspec.DecodeError) as error:

@@ -63,7 +63,7 @@ class _GrpcTransport:
 
 
 class GrpcTransport(_GrpcTransport):
-    """Thread-safe transport, whose coroutines block."""
+    """Thread-safe transport, whose coroutines block instead of suspending."""
 
     _library = grpc
 

@@ -35,7 +35,7 @@ _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 
 
 def engine_dir(repository: Path, model_name: str) -> Path:
-    """Make the private folder of a model's engines."""
+    """Make and return the private folder of a model's engines."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:8]
     path = run_dir() / f"{model_label(model_name)}-{digest}"
     check_socket_path(path / ("x" * IDENTITY_CHARS))

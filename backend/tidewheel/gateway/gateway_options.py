@@ -22,7 +22,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse `[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]`. Raise ValueError."""
+        """Return the address `[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]`. Raise ValueError."""
         authority, *others = text.removeprefix(_DNS).split(",")
         host, _, port = authority.rpartition(":")
         pairs = (other.partition("=") for other in others)

@@ -215,7 +215,7 @@ def _distribution(values: FloatArray) -> dict[str, float | None]:
 
 
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:
-    """Return the mean number of requests in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1", 1975, chapter 5).
+    """Return the mean number of jobs in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1", 1975, chapter 5).
 
     `service_scv`: variance of service times over their squared mean.
     """

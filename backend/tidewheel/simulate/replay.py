@@ -29,7 +29,7 @@ class ReplayResult(NamedTuple):
 
 
 class Recording:
-    """Recording file. Raise `ConfigError` naming the file."""
+    """Recorded calls of a scheduler, read from a file. Raise `ConfigError` naming the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""View of a running server."""
+"""Live view of a running server: `tidewheel top`."""
 
 from __future__ import annotations
 

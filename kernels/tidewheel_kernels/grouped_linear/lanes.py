@@ -14,7 +14,7 @@ WORD_BYTES = 4  # of a lane
 
 
 class _Matrix(ctypes.Structure):
-    """`Matrix` of grouped_linear.c."""
+    """C structure `Matrix` of grouped_linear.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "minimums")),
@@ -46,7 +46,7 @@ class LaneWeights:
         return sum(part.nbytes for part in (self.codes, self.scales, self.minimums) if part is not None)
 
     def outputs(self, ids: torch.Tensor) -> GroupedWeights:
-        """Return chosen outputs [len(ids), in_features] by rows."""
+        """Return the weights [len(ids), in_features] of the outputs `ids`."""
         at = (ids // LANES, slice(None), ids % LANES)
         minimums = None if self.minimums is None else self.minimums[at]
         return GroupedWeights(self.codes[at].view(torch.uint8), self.scales[at], minimums, self.bits)

@@ -31,7 +31,7 @@ _packed_as_described = NativeKernel("packed_as_described", *[POINTER] * 3, THREA
 
 
 class _BlockedMatrix(ctypes.Structure):
-    """`BlockedMatrix` of blocked_products.h."""
+    """C structure `BlockedMatrix` of blocked_products.h."""
 
     _fields_ = (
         ("weights", ctypes.c_void_p),

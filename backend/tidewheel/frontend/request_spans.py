@@ -95,7 +95,7 @@ def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
 
 
 def attributes_of(ended: EndedRequest, model: str) -> Attributes:
-    """Return attributes by OpenTelemetry's names for generative AI, or ours."""
+    """Return a span's attributes, by OpenTelemetry's names for generative AI or ours."""
     attributes: dict[str, str | bool | int | float | list[str] | None] = {
         "gen_ai.operation.name": _OPERATIONS.get(ended.task, ended.task),
         "gen_ai.provider.name": _SERVICE,

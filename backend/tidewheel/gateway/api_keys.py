@@ -114,7 +114,7 @@ class Account:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count an open request in the block. Raise `Busy` beyond the key's limits."""
+        """Count a request as open within the block. Raise `Busy` beyond the key's limits."""
         if self.key is None:
             yield
             return

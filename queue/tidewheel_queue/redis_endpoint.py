@@ -122,7 +122,7 @@ async def _at_once(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class BlockingRedisEndpoint(RedisEndpoint):
-    """Redis endpoint whose coroutines block."""
+    """Redis endpoint whose coroutines block instead of suspending."""
 
     _library: ClassVar[Any] = redis
     _retry = Retry

@@ -184,7 +184,7 @@ class RowColumns:
         self.last_step[rows] = step_id
 
     def note_weights(self, rows: RowArray, starts: Int32Array, weights: WeightVariant) -> RowArray:
-        """Note which weights compute chunks. Return rows of which other weights computed the tokens so far."""
+        """Record the weights that compute chunks. Return the rows whose earlier tokens other weights computed."""
         variant = QUANTIZED if weights == "quantized" else FULL
         self.variants_used[rows] |= variant
         is_new = (self.variants_hashed.take(rows) != variant) & (self.num_pure_tokens.take(rows) > starts)
@@ -193,7 +193,7 @@ class RowColumns:
         return mixed
 
     def num_cacheable_tokens(self, row: int) -> int:
-        """Return how many computed tokens their digests describe: all, unless several weights computed the row."""
+        """Return how many computed tokens may be cached: all, unless several weights computed the row."""
         return int(min(self.num_computed_tokens[row], self.num_pure_tokens[row]))
 
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:

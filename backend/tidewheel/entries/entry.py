@@ -86,7 +86,6 @@ class Entry:
 
 
 def served_version(folder: Path, config: Any) -> str:
-    """Return the newest version that Triton serves."""
     present, named = set(versions(folder)), set(config.version_policy.specific.versions)
     return str(max(present & named or present, default=1))
 

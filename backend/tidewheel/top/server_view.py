@@ -170,7 +170,6 @@ def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[
 
 
 def tenants(change: PageChange) -> list[TenantLine]:
-    """Return a line per tenant, the busiest first."""
     names = label_values(change.after, metrics.TENANT_REQUESTS, "tenant")
     lines = (read(TenantLine, change, labels={"tenant": name}, name=name) for name in names)
     return sorted(lines, key=lambda one: -(one.output_tokens or 0.0))

@@ -153,7 +153,7 @@ def main() -> None:
         facts = {**environment(("torch",)), "command": command_line("python", sys.argv)}
         shape = {"windows": len(rows), "tokens": rows[:, 1:].numel()}
         record = RECORD if options.model is None else RECORD_OF_FOLDER
-        record.write_text(json.dumps({**facts, **shape, "ways": result}, indent=1) + "\n")
+        record.write_text(json.dumps({**facts, **shape, "ways": result}, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

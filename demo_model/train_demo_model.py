@@ -261,7 +261,7 @@ def draw_curve(curve: list[Point], path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss, nats per token", title="Demo model")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, pil_kwargs={"lossless": True, "quality": 100, "method": 6})
     pyplot.close(figure)
 
 
@@ -294,8 +294,8 @@ def main() -> None:
     trainer.train()
     if not arguments.smoke:
         result = {**facts, **result_of(trainer, corpus, counts, recipe)}
-        RECORD.write_text(json.dumps(result, indent=1) + "\n")
-        draw_curve(trainer.curve, RECORD.with_name("demo_model_loss.png"))
+        RECORD.write_text(json.dumps(result, separators=(",", ":")) + "\n")
+        draw_curve(trainer.curve, RECORD.with_name("demo_model_loss.webp"))
         print(json.dumps({key: result[key] for key in ("steps", "minutes", "validation_loss")}))
 
 

@@ -16,20 +16,18 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx2
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from PIL import Image
 
-from tidewheel.bench.charts import COLOURS, GREYS, panels, style
+from tidewheel.bench.charts import COLOURS, GREYS, panels, small_image, style
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "tidewheel.json"
 COLUMNS = 3
 NUM_POINTS = 240
-DPI, NUM_COLOURS = 100, 200  # of a PNG that fits into documentation
+DPI = 100  # of a picture that fits into documentation
 _MS_BELOW_S = 1.0  # axes that end lower are in milliseconds
 _OWN_COLOURS = {"critical": 1, "high": 3, "normal": 0, "low": 2, "0.5": 0, "0.99": 1}  # the same in every panel
 _GREY = ("arrivals", "limit")
@@ -77,22 +75,23 @@ def legend(template: str, labels: Mapping[str, str], model: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), template).strip()
 
 
-def draw(prometheus: str, chosen: Sequence[Mapping[str, Any]], model: str, span: Span) -> bytes:
-    """Return a PNG."""
+def draw(
+    prometheus: str,
+    chosen: Sequence[Mapping[str, Any]],
+    model: str,
+    span: Span,
+    kind: Literal["png", "webp"] = "png",
+) -> bytes:
+    """Return an image file."""
     num_rows = math.ceil(len(chosen) / COLUMNS)
     figure, every = panels(COLUMNS, num_rows, width=12.0, height=2.8 * num_rows)
     for axes, panel in zip(every, chosen, strict=False):
         _draw_panel(axes, panel, read_lines(prometheus, panel, model, span), span)
     for axes in every[len(chosen) :]:
         axes.set_visible(False)
-    return _png(figure)
-
-
-def _png(figure: Figure) -> bytes:
-    drawn, small = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI, facecolor="white")
-    Image.open(drawn).convert("RGB").quantize(NUM_COLOURS, dither=Image.Dither.NONE).save(small, "png", optimize=True)
-    return small.getvalue()
+    return small_image(drawn.getvalue(), kind)
 
 
 def _draw_panel(axes: Axes, panel: Mapping[str, Any], lines: Sequence[Line], span: Span) -> None:

@@ -37,7 +37,7 @@ def main() -> None:
         sys.exit(f"{min(unknown)!r} is none of {', '.join(DRAWN)}")
     for name in names:
         for file, picture in DRAWN[name](json.loads((RESULTS / f"{name}.json").read_text())).items():
-            (RESULTS / f"{file}.png").write_bytes(picture.png())
+            (RESULTS / f"{file}.webp").write_bytes(picture.webp())
 
 
 if __name__ == "__main__":

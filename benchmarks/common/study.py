@@ -40,12 +40,21 @@ class Study(argparse.ArgumentParser):
         }
         return self._options
 
-    def save(self, result: Mapping[str, Any], name: str = "", indent: int | None = 1) -> None:
-        """Write the result with its facts, if `--save` is given."""
+    def save(self, result: Mapping[str, Any], name: str = "") -> None:
+        """Write the result with its facts, if `--save` is given: floats to four digits, nothing named `samples`."""
         if self._options.save:
             path = RESULTS / f"{name or self._name}.json"
-            path.write_text(json.dumps({**self.facts, **result}, indent=indent) + "\n")
+            path.write_text(json.dumps(summarised({**self.facts, **result}), separators=(",", ":")) + "\n")
             print(path)
+
+
+def summarised(value: Any) -> Any:
+    """Return a JSON value with floats of four digits, and without the fields named `samples`."""
+    if isinstance(value, Mapping):
+        return {key: summarised(item) for key, item in value.items() if key != "samples"}
+    if isinstance(value, list | tuple):
+        return [summarised(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def in_turns(
@@ -84,7 +93,7 @@ def commit_of(checkout: Path) -> str:
 
 
 def summary(samples: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(samples), "samples": samples}
+    return {"median": statistics.median(samples), "range": [min(samples), max(samples)], "samples": samples}
 
 
 def show(rows: Iterable[Mapping[str, object]]) -> None:

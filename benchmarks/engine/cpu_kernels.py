@@ -139,7 +139,7 @@ def main() -> None:
             samples = in_turns(runs, options.repeats, warm_up=WARM_UP)
             medians = {name: statistics.median(taken) for name, taken in samples.items()}
             ratio = medians["torch"] / medians["native"]
-            of_dtype[case.name] = {"median_us": medians, "torch_over_native": ratio, "samples_us": samples}
+            of_dtype[case.name] = {"median_us": medians, "torch_over_native": ratio}
             print(f"{dtype} {case.name}: {medians['native']:.0f} us, torch {medians['torch']:.0f}, {ratio:.1f} times")
     study.save({"results": results, "weight_products": compare_products(max(options.repeats // 10, 1))})
 

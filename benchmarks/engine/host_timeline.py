@@ -305,7 +305,7 @@ def main() -> None:
     front_ends.SILENCE_LIMIT_S = float("inf")  # engine and client clocks differ
     results = {model: measure(options, model) for model in options.model}
     if options.save:
-        (RESULTS / "host_timeline.png").write_bytes(picture(results).png())
+        (RESULTS / "host_timeline.webp").write_bytes(picture(results).webp())
     settings = {name: getattr(options, name) for name in ("running", "context", "steps", "rounds", "clock")}
     facts = {"load": os.getloadavg(), "device": asdict(H200), "settings": settings, "parts": PARTS}
     study.save({**facts, "models": results})

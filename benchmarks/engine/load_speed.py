@@ -131,9 +131,7 @@ def main() -> None:
         "gb_per_processor_second": rates,
         "ratio_to_memcpy": ratios,
         "seconds_for_16_gb_on_8_processors": ring_s,
-        "samples": samples,
         "cold_mapped_to_ring": cold_ratio,
-        "cold_samples": cold,
     }
     study.save(result)
 

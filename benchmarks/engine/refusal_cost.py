@@ -236,7 +236,7 @@ def main() -> None:
     costs = list(measure(options))
     show(costs)
     print(f"the goal for a refusal is {GOAL_US:g} us")
-    study.save({"unit": "us", "costs": costs})
+    study.save({"unit": "us", "columns": list(costs[0]), "costs": [list(one.values()) for one in costs]})
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def main() -> None:
         for part, of_part in results.items()
     }
     print(json.dumps(medians, indent=1))
-    study.save({"medians": medians, "samples": results})
+    study.save({"medians": medians})
 
 
 if __name__ == "__main__":

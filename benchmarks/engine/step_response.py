@@ -150,7 +150,7 @@ def thinned(trace: Trace) -> Trace:
 def plot(name: str, response: Response, trace: Trace) -> None:
     figure, axes = panels(rows=response.num_panels, height=1.8 * response.num_panels + 0.5, sharex=True)
     response.draw(axes, thinned(trace), response.scenario)
-    (RESULTS / f"{name}.png").write_bytes(ChartImage(name, "", figure).png())
+    (RESULTS / f"{name}.webp").write_bytes(ChartImage(name, "", figure).webp())
 
 
 def main() -> None:
@@ -173,9 +173,8 @@ def main() -> None:
             "settings": asdict(response.scenario),
             "knob": response.knob,
             "phases": found,
-            "trace": thinned(trace),
         }
-        study.save(result, f"step_response_{name}", indent=None)
+        study.save(result, f"step_response_{name}")
         if options.save:
             plot(f"step_response_{name}", response, trace)
 

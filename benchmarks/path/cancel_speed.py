@@ -115,7 +115,7 @@ def main() -> None:
     show({"side": side, **row} for side, row in found.items())
     given = {name: getattr(options, name) for name in ("streams", "step_ms", "repeats", "rounds")}
     commits = {side: commit_of(checkout) for side, checkout in checkouts.items()}
-    study.save({**given, "commits": commits, "figures": found, "times_ms": rounds})
+    study.save({**given, "commits": commits, "figures": found})
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ def run_locust(address: Address, kind: str, users: int, seconds: int, server: li
         "server_cores": server_cores,
         "server_memory_growth_mib": growth([value for _, value in samples]),
         "load_average": os.getloadavg()[0],
-        "server_memory_mib": samples,
     }
 
 
@@ -96,7 +95,7 @@ def main() -> None:
         server = processes()
         for kind, users in itertools.product(KINDS, options.users):
             runs.append(run_locust(address, kind, users, options.seconds, server))
-            show([{name: value for name, value in runs[-1].items() if name != "server_memory_mib"}])
+            show([runs[-1]])
     study.save({"runs": runs})
 
 

@@ -246,7 +246,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     study.save({"settings": SETTINGS, **result})
     if options.save:
-        (RESULTS / "overload.png").write_bytes(picture(result).png())
+        (RESULTS / "overload.webp").write_bytes(picture(result).webp())
 
 
 if __name__ == "__main__":

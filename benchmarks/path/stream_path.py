@@ -219,7 +219,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows = {side: [rows[index] for rows in rounds[side]] for side in runs}
         rates = {side: summary([row["tokens_per_s"] for row in rows[side]]) for side in runs}
         ratio = rates["this"]["median"] / rates["against"]["median"]
-        found.append({**case._asdict(), "tokens_per_s": {**rates, "ratio": round(ratio, 3)}, "runs": rows})
+        found.append({**case._asdict(), "tokens_per_s": {**rates, "ratio": round(ratio, 3)}, "samples": rows})
     return found
 
 
@@ -235,7 +235,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, object]:
 
 
 def show_compared(found: list[dict[str, Any]]) -> None:
-    show({"side": side, **flat(row)} for case in found for side, rows in case["runs"].items() for row in rows)
+    show({"side": side, **flat(row)} for case in found for side, rows in case["samples"].items() for row in rows)
     for case in found:
         ratio = case["tokens_per_s"]["ratio"]
         print(f"{case['streams']} streams, {case['step_ms']:g} ms: {ratio} times the tokens/s")

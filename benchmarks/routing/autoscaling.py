@@ -188,8 +188,8 @@ def main() -> None:
         chart: dict[str, Simulator] = {}
         days.append(measure_day(DAY_SHAPES[name], SHARES[name], arguments.seed, chart))
         if arguments.save:
-            path = RESULTS / f"autoscaling_{name}.png"
-            path.write_bytes(picture(DAY_SHAPES[name], chart).png())
+            path = RESULTS / f"autoscaling_{name}.webp"
+            path.write_bytes(picture(DAY_SHAPES[name], chart).webp())
     compared = [accuracy(DAY_SHAPES[name], arguments.exact_requests) for name in arguments.shapes]
     show(compared)
     study.save({"seed": arguments.seed, "objective": asdict(OBJECTIVE), "days": days, "accuracy": compared})

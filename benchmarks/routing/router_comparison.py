@@ -161,7 +161,7 @@ def main() -> None:
     results = [means(runs[start : start + count]) for start in range(0, len(runs), count)]
     show(results)
     promised = {"ttft_s": TTFT_S, "tpot_s": TPOT_S}
-    study.save({"options": vars(options), "promised": promised, "means": results, "runs": runs})
+    study.save({"options": vars(options), "promised": promised, "means": results})
 
 
 if __name__ == "__main__":

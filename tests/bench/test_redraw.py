@@ -34,7 +34,7 @@ def test_capacities_that_are_only_bounded_say_so() -> None:
 
 def test_every_record_has_its_pictures() -> None:
     names = {file for name in redraw.DRAWN for file in drawn(name)}
-    assert {path.stem for path in RESULTS.glob("*.png")} >= names
+    assert {path.stem for path in RESULTS.glob("*.webp")} >= names
     assert names == {"cpu_capacity_capacity", "cpu_capacity_capacity_rates", "host_timeline", "overload"}
 
 

@@ -28,17 +28,24 @@ class ChartImage(NamedTuple):
         return self._saved("svg", {"Date": None})
 
     def png(self) -> bytes:
-        from PIL import Image
+        return small_image(self._saved("png", {}), "png")
 
-        buffer = io.BytesIO()
-        with Image.open(io.BytesIO(self._saved("png", {}))) as image:
-            image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
-        return buffer.getvalue()
+    def webp(self) -> bytes:
+        return small_image(self._saved("png", {}), "webp")
 
     def _saved(self, kind: str, metadata: dict[str, None]) -> bytes:
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format=kind, dpi=160, facecolor="white", metadata=metadata)
+        self.figure.savefig(buffer, format=kind, dpi=120, facecolor="white", metadata=metadata)
         return buffer.getvalue()
+
+
+def small_image(picture: bytes, kind: Literal["png", "webp"]) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    few.save(buffer, kind, optimize=True, lossless=True, quality=100, method=6)  # each format takes what it knows
+    return buffer.getvalue()
 
 
 def panels(

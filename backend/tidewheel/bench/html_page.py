@@ -70,7 +70,7 @@ def write_files(recorder: ResultRecorder, record: Path | None) -> str:
     for picture in (picture for of_stage in drawn.values() for picture in of_stage):
         (recorder.folder / f"{picture.name}.png").write_bytes(picture.png())
         if record is not None:
-            (record.parent / f"{record.stem}_{picture.name}.png").write_bytes(picture.png())
+            (record.parent / f"{record.stem}_{picture.name}.webp").write_bytes(picture.webp())
     return f"{note}report: {page}\nresults: {', '.join(map(str, saved))}"
 
 

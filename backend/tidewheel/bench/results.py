@@ -144,10 +144,13 @@ class ResultRecorder:
         return self._write(self.folder / "results.json", {"sample_columns": SAMPLE_COLUMNS, "stages": stages})
 
     def save_summaries(self, path: Path) -> Path:
-        """Write the figures of stages and runs without samples, as a record for a repository."""
+        """Write what was measured of each stage, without its runs, as a record for a repository."""
         stages = [result.document() for result in self.stages]
-        for run in (run for stage in stages for run in stage["runs"]):
-            del run["samples"]
+        for stage in stages:
+            del stage["runs"]
+            stage["figures"] = _clean(
+                [one for one in stage["figures"] if len(one) > len(("target", "load"))], digits=4
+            )
         return self._write(path, {"stages": stages})
 
     def _write(self, path: Path, results: Mapping[str, Any]) -> Path:
@@ -169,11 +172,11 @@ def _estimates(value: Any) -> Any:
     return Estimate(*(math.nan if part is None else part for part in value)) if isinstance(value, list) else value
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: Any, digits: int = 6) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _clean(item) for key, item in value.items()}
+        return {str(key): _clean(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
+        return [_clean(item, digits) for item in value]
     return value

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_objective(parser.add_argument_group("objective"))
     where = parser.add_argument_group("results")
     where.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: %(default)s")
-    where.add_argument("--record", type=Path, metavar="FILE", help="write the JSON here too, with pictures beside it")
+    where.add_argument(
+        "--record", type=Path, metavar="FILE", help="write the figures here too, with pictures beside them"
+    )
 
 
 def _add_what(what: argparse._ArgumentGroup) -> None:

@@ -94,8 +94,8 @@ async def plant(run: Run, url: str, seconds: Path) -> None:
 
 
 def save(run: Run, running: Prometheus, span: Span, out: Path) -> None:
-    path = out / f"{run.name}.png"
-    path.write_bytes(draw(running.url, read_panels(PANELS), "demo", span))
+    path = out / f"{run.name}.webp"
+    path.write_bytes(draw(running.url, read_panels(PANELS), "demo", span, "webp"))
     print(path, sorted({labels["alertname"] for labels in running.firing()}))
 
 

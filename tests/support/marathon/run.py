@@ -207,7 +207,7 @@ def main(arguments: Sequence[str]) -> int:
     found = {**about, "verdicts": [one._asdict() for one in verdicts], **figures(run)}
     (folder / "report.html").write_text(render(options.name.capitalize(), run, verdicts, picture, about))
     for base in (folder / options.name, *([recorded] if options.record else [])):
-        base.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        base.with_suffix(".json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
         _draw(found["faults"], base)
     print(verdict_table(verdicts).as_text(), f"report: {folder / 'report.html'}", sep="\n")
     return int(not all(one.passed for one in verdicts))
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _draw(faults: Sequence[Mapping[str, Any]], base: Path) -> None:
     if faults:
-        base.with_suffix(".png").write_bytes(recoveries(faults).png())
+        base.with_suffix(".webp").write_bytes(recoveries(faults).webp())
 
 
 if __name__ == "__main__":

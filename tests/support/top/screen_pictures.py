@@ -30,7 +30,7 @@ WIDTH = 1080  # pixels
 NUM_COLOURS = 64
 
 
-def take_top(name: str, rate: float, step_s: float, out: Path) -> None:
+def take_top(name: str, rate: float, step_s: float, out: Path, *, shown: float = 1.0) -> None:
     with tempfile.TemporaryDirectory() as folder:
         seconds = Path(folder) / "seconds"
         slow_down(seconds, step_s)
@@ -41,7 +41,8 @@ def take_top(name: str, rate: float, step_s: float, out: Path) -> None:
         page.write_text(svg)
         with browser(Path(folder) / "profile", 1460, 1400) as one:
             one.driver.get(page.as_uri())
-            _save(_without_margin(one.find("svg").screenshot_as_png), out / name)
+            picture = _without_margin(one.find("svg").screenshot_as_png)
+            _save(picture.crop((0, 0, picture.width, round(shown * picture.height))), out / name)
 
 
 async def _screen_under_load(server: Server, rate: float) -> str:
@@ -71,7 +72,7 @@ def take_playground(out: Path) -> None:
                 _ask(page, "What is a tuple?", 1)
                 page.fill("#temperature", "200")
                 _ask(page, "And a list?", 2)
-                _save(_read(page.driver.get_screenshot_as_png()), out / "playground.png")
+                _save(_read(page.driver.get_screenshot_as_png()), out / "playground.webp")
         finally:
             stop_server(server)
 
@@ -92,7 +93,9 @@ def _without_margin(png: bytes) -> Image.Image:
 
 def _save(picture: Image.Image, path: Path) -> None:
     picture = picture.resize((WIDTH, round(picture.height * WIDTH / picture.width)), Image.Resampling.LANCZOS)
-    picture.quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture.quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        path, lossless=True, quality=100, method=6
+    )
     print(path, path.stat().st_size)
 
 
@@ -100,8 +103,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the pictures")
     out = parser.parse_args().out
-    take_top("top.png", HIGH_RATE, STEP_S, out)
-    take_top("top_slow_model.png", USUAL_RATE, SLOW_STEP_S, out)
+    take_top("top.webp", HIGH_RATE, STEP_S, out)
+    take_top("top_slow_model.webp", USUAL_RATE, SLOW_STEP_S, out, shown=0.445)
     take_playground(out)
 
 

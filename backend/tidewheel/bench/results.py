@@ -145,7 +145,7 @@ class ResultRecorder:
 
     def save_summaries(self, path: Path) -> Path:
         """Write what was measured of each stage, without its runs, as a record for a repository."""
-        stages = [result.document() for result in self.stages]
+        stages = [result.document() for result in self.stages if not result.stage.is_preliminary]
         for stage in stages:
             del stage["runs"]
             stage["figures"] = _clean(

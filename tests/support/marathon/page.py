@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from support.marathon.judgement import MIB, Verdict, hourly_slope
-from support.marathon.ledger import Call, Run
+from support.marathon.ledger import Call, Fault, Run
 from tidewheel.bench.charts import COLOURS, GREYS, ChartImage, legend_below, logarithmic, panels, style
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.html_page import document, facts, figure, wide
@@ -81,8 +81,16 @@ def figures(run: Run) -> dict[str, Any]:
         "memory_mib_an_hour": hourly_slope(run.samples, "memory") / MIB,
         "before": asdict(run.before),
         "after": asdict(run.after),
-        "faults": [asdict(fault) for fault in run.faults],
+        "recovery_s": _recovery_s(run.faults),
     }  # fmt: skip
+
+
+def _recovery_s(faults: Iterable[Fault]) -> dict[str, list[float]]:
+    """Return seconds from the end of each fault to the recovery, by kind."""
+    by_kind: dict[str, list[float]] = {}
+    for fault in faults:
+        by_kind.setdefault(fault.kind, []).append(round(fault.recovery_s, 2))
+    return by_kind
 
 
 def _windows(run: Run) -> list[tuple[float, float]]:
@@ -108,11 +116,8 @@ def render(title: str, run: Run, verdicts: Sequence[Verdict], picture: ChartImag
     return document(title, headline, parts)
 
 
-def recoveries(faults: Sequence[Mapping[str, Any]]) -> ChartImage:
+def recoveries(by_kind: Mapping[str, Sequence[float]]) -> ChartImage:
     """Draw how long each recorded fault took to its recovery, the slowest kind on top."""
-    by_kind: dict[str, list[float]] = {}
-    for fault in faults:
-        by_kind.setdefault(fault["kind"], []).append(fault["recovered"] - fault["ended"])
     order = sorted(by_kind, key=lambda kind: statistics.median(by_kind[kind]))
     chart, (axes,) = panels(height=1.2 + 0.26 * len(order))
     for row, kind in enumerate(order):
@@ -124,7 +129,7 @@ def recoveries(faults: Sequence[Mapping[str, Any]]) -> ChartImage:
     axes.set_xlim(left=0)
     axes.margins(x=0.08)
     style(axes, "Seconds from the end of a fault to the recovery", "a dot for each fault; number: the median")
-    return ChartImage("recoveries", f"Recovery from {len(faults)} faults.", chart)
+    return ChartImage("recoveries", f"Recovery from {sum(map(len, by_kind.values()))} faults.", chart)
 
 
 def timeline(run: Run) -> ChartImage:

@@ -21,7 +21,6 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -193,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     recorded = ROOT / "benchmarks" / "results" / options.name
     if options.redraw:
-        _draw(json.loads(recorded.with_suffix(".json").read_text())["faults"], recorded)
+        _draw(json.loads(recorded.with_suffix(".json").read_text())["recovery_s"], recorded)
         return 0
     folder = ROOT / "build" / options.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,14 +207,14 @@ def main(arguments: Sequence[str]) -> int:
     (folder / "report.html").write_text(render(options.name.capitalize(), run, verdicts, picture, about))
     for base in (folder / options.name, *([recorded] if options.record else [])):
         base.with_suffix(".json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
-        _draw(found["faults"], base)
+        _draw(found["recovery_s"], base)
     print(verdict_table(verdicts).as_text(), f"report: {folder / 'report.html'}", sep="\n")
     return int(not all(one.passed for one in verdicts))
 
 
-def _draw(faults: Sequence[Mapping[str, Any]], base: Path) -> None:
-    if faults:
-        base.with_suffix(".webp").write_bytes(recoveries(faults).webp())
+def _draw(recovery_s: Mapping[str, Sequence[float]], base: Path) -> None:
+    if recovery_s:
+        base.with_suffix(".webp").write_bytes(recoveries(recovery_s).webp())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from tidewheel_client.server_pages import ServerPages
 SECONDS = 20.0  # of load before the picture
 COLUMNS, ROWS = 118, 46
 WIDTH = 1080  # pixels
+CELL_SCALE = 9 / 12.2  # whole pixels for a cell of the screen: equal letters have equal pixels
 NUM_COLOURS = 64
 
 
@@ -38,7 +39,8 @@ def take_top(name: str, rate: float, step_s: float, out: Path, *, shown: float =
         with serving_with_gateway(Path(folder), SERVER, variables) as server:
             svg = asyncio.run(_screen_under_load(server, rate))
         page = Path(folder) / "screen.svg"
-        page.write_text(svg)
+        width = CELL_SCALE * float(svg.split('viewBox="0 0 ', 1)[1].split()[0])
+        page.write_text(svg.replace("<svg ", f'<svg width="{width}" ', 1))
         with browser(Path(folder) / "profile", 1460, 1400) as one:
             one.driver.get(page.as_uri())
             picture = _without_margin(one.find("svg").screenshot_as_png)
@@ -65,7 +67,7 @@ def take_playground(out: Path) -> None:
         arguments = ("--model-repository", str(REPOSITORY), "--models", "demo")
         server = wait_ready(start_server(*arguments, log=Path(folder) / "log", with_gateway=True))
         try:
-            with browser(Path(folder) / "profile", 1200, 960) as page:
+            with browser(Path(folder) / "profile", WIDTH, 864) as page:
                 page.driver.get(f"{server.openai}/playground")
                 page.wait(lambda: page.find("#server").text == "1 model ready", "list of models")
                 page.fill("#max-tokens", "60")
@@ -92,7 +94,7 @@ def _without_margin(png: bytes) -> Image.Image:
 
 
 def _save(picture: Image.Image, path: Path) -> None:
-    picture = picture.resize((WIDTH, round(picture.height * WIDTH / picture.width)), Image.Resampling.LANCZOS)
+    picture.thumbnail((WIDTH, 2 * WIDTH), Image.Resampling.LANCZOS)
     picture.quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
         path, lossless=True, quality=100, method=6
     )

@@ -148,9 +148,8 @@ class ResultRecorder:
         stages = [result.document() for result in self.stages if not result.stage.is_preliminary]
         for stage in stages:
             del stage["runs"]
-            stage["figures"] = _clean(
-                [one for one in stage["figures"] if len(one) > len(("target", "load"))], digits=4
-            )
+            measured = [one for one in stage["figures"] if len(one) > len(("target", "load"))]
+            stage["figures"] = _clean(_without_unknown(measured), digits=4)
         return self._write(path, {"stages": stages})
 
     def _write(self, path: Path, results: Mapping[str, Any]) -> Path:
@@ -170,6 +169,15 @@ def _estimates(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _estimates(item) for key, item in value.items()}
     return Estimate(*(math.nan if part is None else part for part in value)) if isinstance(value, list) else value
+
+
+def _without_unknown(value: Any) -> Any:
+    """Return figures with the mean alone where the interval is unknown."""
+    if isinstance(value, Mapping):
+        return {key: _without_unknown(item) for key, item in value.items()}
+    if isinstance(value, Estimate):
+        return value if math.isfinite(value.high - value.low) else value.mean
+    return [_without_unknown(item) for item in value] if isinstance(value, list) else value
 
 
 def _clean(value: Any, digits: int = 6) -> Any:

@@ -79,8 +79,8 @@ def figures(run: Run) -> dict[str, Any]:
                            for name, found in waits.items() if found},
         "seconds_in_windows": sum(end - begin for begin, end in _windows(run)),
         "memory_mib_an_hour": hourly_slope(run.samples, "memory") / MIB,
-        "before": asdict(run.before),
-        "after": asdict(run.after),
+        "before": {**asdict(run.before), "files": len(run.before.files)},
+        "after": {**asdict(run.after), "files": len(run.after.files)},
         "recovery_s": _recovery_s(run.faults),
     }  # fmt: skip
 

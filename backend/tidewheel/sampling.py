@@ -57,7 +57,6 @@ class LogitBias(NamedTuple):
         return bias
 
     def to_bytes(self) -> tuple[bytes, bytes]:
-        """Return little-endian int32 ids and float32 amounts."""
         return self.token_ids.astype("<i4").tobytes(), self.amounts.astype("<f4").tobytes()
 
     def _check(self) -> None:

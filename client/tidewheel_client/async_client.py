@@ -187,7 +187,6 @@ class AsyncClient:
         )
 
     async def streaming_models(self, /) -> tuple[str, ...]:
-        """Return the ready models that stream, sorted."""
         index = await self._transport.call("RepositoryIndex", service_pb2.RepositoryIndexRequest(ready=True))
         names = {entry.name for entry in index.models}
         return tuple(sorted([name for name in names if await self._is_decoupled(name)]))

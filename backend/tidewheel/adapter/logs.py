@@ -19,7 +19,6 @@ class TritonHandler(logging.Handler):
 
 
 def route_logging() -> None:
-    """Send the package's log records to Triton."""
     logger = logging.getLogger("tidewheel")
     logger.setLevel(logging.INFO)
     logger.propagate = False

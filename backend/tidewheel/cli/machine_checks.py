@@ -70,7 +70,6 @@ def judge(tritonserver_path: str | None, gpus: list[Any]) -> list[Judgement]:
 
 
 def usable_gpus() -> list[Any]:
-    """Return torch's properties of each GPU."""
     return [] if cuda_obstacle() else [*map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]
 
 

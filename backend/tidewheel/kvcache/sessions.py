@@ -122,7 +122,6 @@ class SessionTable:
             self._drop(self._first_to_go(self._accounts.leader()))
 
     def remove(self, tenant: str, session_id: str) -> bool:
-        """Drop a session; return False if unknown."""
         session = self.get(tenant, session_id)
         if session is not None:
             self._drop(session)

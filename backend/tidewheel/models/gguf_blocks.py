@@ -30,7 +30,7 @@ BlockParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return a float16 of each block, [num_blocks, 1]."""
+    """Return the float16 at byte `begin` of each block, [num_blocks, 1]."""
     return blocks[:, begin : begin + 2].contiguous().view(torch.float16)
 
 

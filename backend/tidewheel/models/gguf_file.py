@@ -79,7 +79,7 @@ class GGUFFile(WeightSource):
         return rows
 
     def _row_order(self, name: str) -> torch.Tensor | None:
-        """Return the file's row for each row, or None: in llama's heads, rows of the rotated halves take turns."""
+        """Return the file's row for each of Hugging Face's (None: the same): llama interleaves rotated halves."""
         key = _HEADS.get(".".join(name.split(".")[-3:-1]))
         if key is None or self._fields.values.get("general.architecture") != "llama":
             return None

@@ -97,7 +97,6 @@ class WaitingSet:
         return min((request.arrival_time for request in self.oldest_by_class() if request is not None), default=None)
 
     def oldest_by_class(self) -> list[Request | None]:
-        """Return the earliest new request of each class."""
         firsts = [(service_class, self._ages.first_from((service_class,))) for service_class in Priority]
         return [first if first is not None and first.service_class is named else None for named, first in firsts]
 

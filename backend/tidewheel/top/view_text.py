@@ -119,7 +119,6 @@ def ordered(view: ServerView, order: str, *, is_reversed: bool = False) -> list[
 
 
 def as_text(view: ServerView) -> str:
-    """Return the view as the text of `--once`."""
     lines = [headline(view), view.summary, ""]
     for section in (*panels(view), *tables(view)):
         if section.table.rows:

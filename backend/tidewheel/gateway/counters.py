@@ -84,7 +84,6 @@ class _Collector(Collector):
 
 
 def render(counts: Mapping[str, int]) -> str:
-    """Return Prometheus's text of the gateway's metrics."""
     return generate_latest(_Collector({**_ZEROS, **counts})).decode()
 
 

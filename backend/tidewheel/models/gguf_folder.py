@@ -132,7 +132,7 @@ def _rope(fields: ConfigFields, name: str) -> dict[str, Any]:
 
 
 def _llama3_scaling(file: Path, tensor: GGUFTensor, config: dict[str, Any]) -> dict[str, Any]:
-    """Return Llama 3's scaling. Raise `ConfigError` for other factors."""
+    """Return `rope_scaling` of Llama 3 for a file's frequency factors. Raise `ConfigError` for other factors."""
     head_dim, plain = config["head_dim"], config["rope_parameters"]
     if tensor.shape != (head_dim // 2,) or tensor.kind.name != "F32":
         raise ConfigError(f"{file}: rope_freqs.weight must be {head_dim // 2} numbers in F32; {TAKE_SAFETENSORS}")

@@ -10,7 +10,7 @@ BYTES_OF_ROUNDED = {"int8": 17 / 16, "int4": 5 / 8}  # of a weight, with scales 
 
 
 def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device, *, can_round: bool = False) -> None:
-    """Raise `ConfigError`, with what would fit, if weights exceed memory. `can_round`: `quantization` can shrink them."""
+    """Raise `ConfigError`, with what would fit, if weights exceed free memory; `can_round`: `quantization` helps."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"

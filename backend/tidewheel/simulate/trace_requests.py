@@ -17,7 +17,7 @@ class TraceRequests:
     def __init__(
         self, trace: Trace, *, max_model_len: int, session_ttl_s: float, max_tokens: int | None, has_contents: bool
     ) -> None:
-        """Give every request `max_tokens` (None: the trace's longest output); prompt tokens need `has_contents`."""
+        """Give every request `max_tokens` (None: the trace's longest output), and tokens if `has_contents`."""
         self.trace = trace
         self._max_model_len = max_model_len
         self._session_ttl_s = session_ttl_s

@@ -1,29 +1,45 @@
-"""Products of weights of 4, 8 and 16 bits from memory, beside a plain read of them and torch's operators."""
+"""Products of weights of 4, 8 and 16 bits from memory, beside a plain read of them and torch's operators.
+
+A product's bound is the longer of two times: that of a plain read, and that of its arithmetic from registers. Memory
+is read in the system's pages, as other programs have it, and in pages of 2 MB, as our weights are.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from common.study import in_turns
+from common.study import BUILD, in_turns
 from tidewheel_kernels.grouped_linear import GroupedWeights, LaneWeights, grouped_linear_native, quantize_groups
+from tidewheel_kernels.grouped_linear.reference import INPUT_GROUP
+from tidewheel_kernels.native.huge_pages import in_huge_pages
+from tidewheel_kernels.native.library import FLAGS, LONG, POINTER, SOURCES, find_compiler, processor_flags
 from tidewheel_kernels.packed_linear import PackedWeights, packed_linear, packed_linear_cpu
 
 SIZE = 4096  # inputs and outputs
 LEAST_BYTES = 160 << 20  # of weights, more than the last cache holds
 ROWS = (1, 2, 4, 8, 16, 64, 256)
+LANES, VECTOR_BYTES = 16, 64
+RATE_SOURCE, RATE_CHAINS, RATE_COUNT = Path(__file__).with_name("multiply_rate.c"), 12, 1_000_000
+RATE_VECTORS = RATE_CHAINS * RATE_COUNT
 
 
 class WeightCopies(NamedTuple):
-    """Call of an operator on the next of equal matrices, and the bytes of one."""
+    """Call of an operator on the next of equal matrices, the bytes of one, and the least arithmetic of a row."""
 
     call: Callable[[torch.Tensor], object]
     nbytes: int
+    row_vectors: int = 0  # multiply-adds of vectors; 0: not known
+    kind: str = "multiply_integers"  # of those multiply-adds
 
 
 def copies_of(
@@ -39,12 +55,19 @@ def copies_of(
 
 def ours(weights: GroupedWeights, dtype: torch.dtype) -> WeightCopies:
     following = cycle([LaneWeights(weights) for _ in range(LEAST_BYTES // weights.nbytes + 1)])
-    return WeightCopies(lambda x: grouped_linear_native(x.to(dtype), next(following), None), weights.nbytes)
+    # Of a group: its codes, two for the scales, and one for the minimums.
+    of_group = INPUT_GROUP * LANES // VECTOR_BYTES + 2 + (weights.minimums is not None)
+    return WeightCopies(
+        lambda x: grouped_linear_native(x.to(dtype), next(following), None),
+        weights.nbytes,
+        SIZE // LANES * SIZE // INPUT_GROUP * of_group,
+    )
 
 
 def packed_floats(weight: torch.Tensor, product: Callable[..., object]) -> WeightCopies:
     following = cycle([PackedWeights(weight) for _ in range(LEAST_BYTES // weight.nbytes + 1)])
-    return WeightCopies(lambda x: product(x.to(weight.dtype), next(following), None), weight.nbytes)
+    call = lambda x: product(x.to(weight.dtype), next(following), None)  # noqa: E731
+    return WeightCopies(call, weight.nbytes, weight.nbytes // VECTOR_BYTES, "multiply_floats")
 
 
 def plain_read(memory: torch.Tensor, nbytes: int) -> Callable[[], object]:
@@ -85,27 +108,56 @@ def dynamic_linear(weight: torch.Tensor) -> WeightCopies:
     return WeightCopies(lambda x: run(x, next(following)), SIZE**2)
 
 
+def multiply_adds() -> dict[str, float]:
+    """Return the least processor time of a vector's multiply-adds, by kind."""
+    BUILD.mkdir(exist_ok=True)
+    path, operands = BUILD / "multiply_rate.so", torch.ones(3, VECTOR_BYTES, dtype=torch.int8)
+    options = [*FLAGS, *processor_flags(), "-DELEMENT_BFLOAT16", f"-I{SOURCES}"]
+    subprocess.run([find_compiler(os.environ), *options, str(RATE_SOURCE), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+
+    def seconds(name: str) -> float:
+        function = getattr(library, name)
+        function.argtypes, function.restype = [POINTER] * 3 + [LONG], None
+        addresses = [row.data_ptr() for row in operands]
+        return min(processor_time(lambda: function(*addresses, RATE_COUNT)) for _ in range(10)) / RATE_VECTORS
+
+    return {name: seconds(name) for name in ("multiply_integers", "multiply_floats")}
+
+
 def compare_products(repeats: int) -> dict[str, dict[str, Mapping[str, float]]]:
-    """Return by number of rows and operator: processor time, bytes a second, and the share of a plain read's rate."""
+    """Return by number of rows and operator: processor time, bytes a second, and shares of both bounds."""
     results = {}
-    all_of = dict(operators())
+    all_of, least_times = dict(operators()), multiply_adds()
     memory = torch.ones(2 * LEAST_BYTES // 8, dtype=torch.int64)
-    reads = {name: plain_read(memory, copies.nbytes) for name, copies in all_of.items()}
+    pages = {"read": memory, "read_2mb": in_huge_pages(memory)}
     for num_rows in ROWS:
         x = torch.randn(num_rows, SIZE)
         runs: dict[str, Callable[[], float]] = {}
         for name, copies in all_of.items():
             runs[name] = lambda copies=copies, x=x: processor_time(lambda: copies.call(x))
-            runs[f"read for {name}"] = lambda name=name: processor_time(reads[name])
-        samples = in_turns(runs, repeats, warm_up=2)
+            for kind, of_kind in pages.items():
+                read = plain_read(of_kind, copies.nbytes)
+                runs[f"{kind} for {name}"] = lambda read=read: processor_time(read)
+        medians = {name: statistics.median(taken) for name, taken in in_turns(runs, repeats, warm_up=2).items()}
         of_rows: dict[str, Mapping[str, float]] = {}
         for name, copies in all_of.items():
-            took, read = statistics.median(samples[name]), statistics.median(samples[f"read for {name}"])
-            share, rate = read / took, copies.nbytes / took / 1e9
-            of_rows[name] = {"us": 1e6 * took, "gigabytes_per_s": rate, "share_of_read": share}
-            print(f"{num_rows:4} rows, {name:28} {1e6 * took:7.0f} us {rate:5.1f} GB/s, {share:4.0%} of a plain read")
+            took, least = medians[name], least_times[copies.kind] * num_rows * copies.row_vectors
+            shares = {f"share_of_{kind}": medians[f"{kind} for {name}"] / took for kind in pages}
+            shares["share_of_arithmetic"] = least / took
+            of_rows[name] = {"us": 1e6 * took, "gigabytes_per_s": copies.nbytes / took / 1e9, **shares}
+            print(line_of(num_rows, name, of_rows[name]))
         results[str(num_rows)] = of_rows
     return results
+
+
+def line_of(num_rows: int, name: str, found: Mapping[str, float]) -> str:
+    of_arithmetic = found["share_of_arithmetic"]
+    return (
+        f"{num_rows:4} rows, {name:28} {found['us']:7.0f} us {found['gigabytes_per_s']:5.1f} GB/s, "
+        f"{found['share_of_read']:4.0%} of a plain read, {found['share_of_read_2mb']:4.0%} in pages of 2 MB"
+        + (f", {of_arithmetic:4.0%} of arithmetic" * (of_arithmetic > 0))
+    )
 
 
 def processor_time(call: Callable[[], object]) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from tidewheel_kernels.grouped_linear.reference import Bits, GroupedWeights
+from tidewheel_kernels.native.huge_pages import in_huge_pages
 
 LANES = 32  # of two vectors
 WORD_BYTES = 4  # of a lane
@@ -29,8 +30,12 @@ class LaneWeights:
         codes = weights.codes.contiguous()
         codes = codes if codes.storage_offset() % WORD_BYTES == 0 else codes.clone()
         self.codes = _lanes(codes.view(torch.int32))  # [blocks, words of an output, LANES] int32
-        self.scales = _lanes(weights.scales)  # [blocks, groups, LANES] float16
-        self.minimums = None if weights.minimums is None else _lanes(weights.minimums)
+        self.minimums = None
+        if weights.minimums is None:
+            self.scales = _lanes(weights.scales)  # [blocks, groups, LANES] float16
+        else:  # alternate, so that they are one stream
+            both = _lanes(torch.stack((weights.scales, weights.minimums), dim=2).flatten(1))
+            self.scales, self.minimums = both[:, ::2], both[:, 1::2]
         minimums = None if self.minimums is None else self.minimums.data_ptr()
         self.out_features, self.in_features = weights.out_features, weights.in_features
         self.group_size = weights.group_size
@@ -58,4 +63,4 @@ class LaneWeights:
 def _lanes(rows: torch.Tensor) -> torch.Tensor:
     """Return rows [out_features, columns] as [blocks, columns, LANES]; the last block ends in zeros."""
     padded = pad(rows, (0, 0, 0, -rows.shape[0] % LANES))
-    return padded.view(len(padded) // LANES, LANES, rows.shape[1]).transpose(1, 2).contiguous()
+    return in_huge_pages(padded.view(len(padded) // LANES, LANES, rows.shape[1]).transpose(1, 2))

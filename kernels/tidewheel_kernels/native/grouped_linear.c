@@ -34,7 +34,7 @@ INLINE void copy_output(Matrix w, int64_t output, element *to) {
     int64_t block = output / OUTPUTS, lane = output % OUTPUTS, num_scales = w.num_inputs / w.group_size;
     const uint8_t *codes = w.codes + block * w.num_inputs * w.bits / 8 * OUTPUTS + lane * PER_LANE;
     for (int64_t group = 0; group < num_scales; group++) {
-        int64_t at = (block * num_scales + group) * OUTPUTS + lane / LANES * LANES;
+        int64_t at = (block * num_scales + group) * scale_step(w) + lane / LANES * LANES;
         float scale = load_halves(w.scales + at)[lane % LANES];
         float minimum = w.minimums ? load_halves(w.minimums + at)[lane % LANES] : -scale * (float)(1 << (w.bits - 1));
         for (int64_t i = group * w.group_size; i < (group + 1) * w.group_size; i++) {

@@ -22,14 +22,16 @@ enum { TILE_ROWS = 2, TILE_VECTORS = 1 };
 enum { TILE_OUTPUTS = TILE_VECTORS * LANES, SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
 
 /* Rows of a block share a chunk of weights in the first cache, while the next chunk is fetched. */
-enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, AMX_ROWS = 32 };
+enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, NEAR = 2, AMX_ROWS = 32 };
 
 typedef struct {
     const uint8_t *codes;     /* [num_outputs / OUTPUTS, num_inputs * bits / 32, OUTPUTS, PER_LANE] */
-    const uint16_t *scales;   /* [num_outputs / OUTPUTS, num_inputs / group_size, OUTPUTS] float16 */
-    const uint16_t *minimums; /* like scales; or NULL: the middle code stands for 0 */
+    const uint16_t *scales;   /* [num_outputs / OUTPUTS, num_inputs / group_size, 1 or 2, OUTPUTS] float16 */
+    const uint16_t *minimums; /* the second of 2; or NULL: the middle code stands for 0 */
     int64_t num_outputs, num_inputs, group_size, bits;
 } Matrix;
+
+INLINE int64_t scale_step(Matrix w) { return w.minimums ? 2 * OUTPUTS : OUTPUTS; }
 
 /* Inputs rounded to 8 bits. With weights of 4 bits, every eight are ordered 0, 2, 4, 6, 1, 3, 5, 7: a byte of weights
    holds two successive ones. */
@@ -131,19 +133,21 @@ typedef struct {
 INLINE void multiply_tile(
     Matrix w, Rows x, Chunk chunk, float total[][TILE_OUTPUTS], const int num_rows, const int num_vectors,
     const int bits) {
-    const int shift = __builtin_ctzll(w.group_size / GROUP);
+    const int64_t shift = __builtin_ctzll(w.group_size / GROUP), step = scale_step(w);
     floats part[TILE_ROWS][TILE_VECTORS];
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) part[r][c] = *(const floats *)(total[r] + c * LANES);
+    /* With little arithmetic the processor fetches ahead itself, and slower if told to fetch far. */
+    const int64_t ahead = num_rows <= bits / 4 ? NEAR : AHEAD;
     int64_t next_fetch = chunk.first_group + chunk.tile;
     for (int64_t group = chunk.first_group; group < chunk.end_group; group++) {
         if (group == next_fetch) {
-            prefetch_group(w, group + AHEAD, ((group + AHEAD) >> shift) * OUTPUTS, num_vectors, bits);
+            prefetch_group(w, group + ahead, ((group + ahead) >> shift) * step, num_vectors, bits);
             next_fetch += chunk.num_tiles;
         }
         ints sum[TILE_ROWS][TILE_VECTORS];
         multiply_group(w.codes + group * STEPS * bits / 8 * STEP_BYTES, x, group, sum, num_rows, num_vectors, bits);
-        const int64_t at = (group >> shift) * OUTPUTS;
+        const int64_t at = (group >> shift) * step;
         for (int c = 0; c < num_vectors; c++) {
             floats scale = load_halves(w.scales + at + c * LANES);
             for (int r = 0; r < num_rows; r++)
@@ -282,17 +286,17 @@ INLINE void multiply_codes(
 }
 
 INLINE void multiply_amx_rows(Matrix w, Rows x, float out[AMX_ROWS][TILE_OUTPUTS], const int bits) {
-    const int shift = __builtin_ctzll(w.group_size / GROUP);
+    const int64_t shift = __builtin_ctzll(w.group_size / GROUP), step = scale_step(w);
     floats total[AMX_ROWS][TILE_VECTORS] = {0};
     for (int64_t group = 0; group < x.num_groups; group++) {
-        int64_t at = (group >> shift) * OUTPUTS;
+        int64_t at = (group >> shift) * step;
         floats scale[TILE_VECTORS], minimum[TILE_VECTORS];
         for (int c = 0; c < TILE_VECTORS; c++, at += LANES) {
             scale[c] = load_halves(w.scales + at);
             minimum[c] = w.minimums ? load_halves(w.minimums + at) : (floats){0};
         }
         ints sums[AMX_ROWS][TILE_VECTORS];
-        prefetch_group(w, group + AHEAD, ((group + AHEAD) >> shift) * OUTPUTS, TILE_VECTORS, bits);
+        prefetch_group(w, group + AHEAD, ((group + AHEAD) >> shift) * step, TILE_VECTORS, bits);
         const uint8_t *codes = w.codes + group * STEPS * bits / 8 * STEP_BYTES;
         multiply_codes(codes, x.codes + group * GROUP, w.num_inputs, sums, bits);
         for (int r = 0; r < AMX_ROWS; r++) {
@@ -314,8 +318,9 @@ INLINE void end_products(void) {}
 INLINE void multiply_outputs(
     Matrix w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first, const int bits) {
     const int64_t left = w.num_outputs - first < TILE_OUTPUTS ? w.num_outputs - first : TILE_OUTPUTS;
-    const int64_t lane = first % OUTPUTS, scales_at = (first - lane) * (w.num_inputs / w.group_size) + lane;
-    w.codes += (first - lane) * w.num_inputs * bits / 8 + lane * PER_LANE;
+    const int64_t lane = first % OUTPUTS, block = first / OUTPUTS;
+    const int64_t scales_at = block * (w.num_inputs / w.group_size) * scale_step(w) + lane;
+    w.codes += block * OUTPUTS * w.num_inputs * bits / 8 + lane * PER_LANE;
     w.scales += scales_at;
     if (w.minimums) w.minimums += scales_at;
     if (bias) bias += first;

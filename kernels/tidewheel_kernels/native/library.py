@@ -102,7 +102,7 @@ def find_compiler(environment: Mapping[str, str]) -> str:
 
 def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     sources = sorted(SOURCES.glob("*.c"))
-    options = [*FLAGS, f"-D{ELEMENTS[dtype]}", *_processor_flags()]
+    options = [*FLAGS, f"-D{ELEMENTS[dtype]}", *processor_flags()]
     digest = hashlib.sha256(repr((options, compiler, _version(compiler), processor())).encode())
     for file in [*sources, *sorted(SOURCES.glob("*.h"))]:
         digest.update(file.read_bytes())
@@ -162,7 +162,7 @@ def processor() -> str:
     return f"{platform.machine()} {flags}"
 
 
-def _processor_flags() -> list[str]:
+def processor_flags() -> list[str]:
     features = processor().split()
     wide = ["-mprefer-vector-width=512"] if "avx512f" in features else []  # gcc chooses 256
     return [*wide, "-DTILES"] if "amx_bf16" in features and _may_use_tiles() else wide

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from tidewheel_kernels.choice import add_operation, preference_for
+from tidewheel_kernels.native.huge_pages import MADV_COLLAPSE, advise
 from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKernel, mixed_dtypes, native_library
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class PackedWeights:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
         self.out_features, self.in_features = weight.shape
         self._matrix = _blocked(weight, self.packed)
+        if self._matrix is not None:
+            advise(self._matrix.weights, weight.nbytes, MADV_COLLAPSE)
         self.address = None if self._matrix is None else ctypes.addressof(self._matrix)
 
 

@@ -1,0 +1,35 @@
+"""Weights in pages of 2 MB: with pages of 4 KB, a read of memory waits for the page table as well."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+
+import torch
+
+PAGE, LINE, SEGMENT = 2 << 20, 64, 64 << 20  # bytes; a segment's unused pages take no memory
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # linux/mman.h; the second since Linux 6.1
+
+_lock = threading.Lock()
+_free = torch.empty(0, dtype=torch.uint8)  # rest of the last segment
+
+
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy, next to copies made before."""
+    global _free
+    rounded = -(-tensor.nbytes // LINE) * LINE
+    with _lock:
+        if rounded > len(_free):
+            segment = torch.empty(max(rounded, SEGMENT) + PAGE, dtype=torch.uint8)
+            _free = segment[-segment.data_ptr() % PAGE :]
+            advise(_free.data_ptr(), len(_free), MADV_HUGEPAGE)
+        room, _free = _free[: tensor.nbytes], _free[rounded:]
+    return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """Advise the system on the whole pages of a range of memory; it may decline."""
+    begin, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+    if sys.platform == "linux" and begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -108,6 +108,9 @@ def end_all(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
 
 def reap(*, keep: Iterable[int]) -> None:
     """Reap ended children and adopted orphans, except the pids to `keep`."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return  # which spares a look at all processes of the machine
     kept = set(keep)
     for process in children(os.getpid()):
         if process.pid not in kept and status(process) == psutil.STATUS_ZOMBIE:

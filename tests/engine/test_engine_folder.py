@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tidewheel.config import EngineConfig
 from tidewheel.engine.folder import (
     DEATHS,
     LOG,
@@ -18,12 +19,13 @@ from tidewheel.engine.folder import (
     Status,
     engine_dir,
     last_log_line,
+    new_target,
     read_status,
     settings_digest,
     socket_address,
     write_status,
 )
-from tidewheel.engine.launcher import python_executable, record_death
+from tidewheel.engine.launcher import SPINS, python_executable, record_death, spawn_engine
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
 from tidewheel_process.handle import start_ticks
@@ -168,3 +170,16 @@ def test_no_interpreter_is_an_error_that_helps(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ConfigError, match="set TIDEWHEEL_PYTHON"):
         python_executable()
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, SPINS), ("7", "7")])
+def test_the_threads_of_an_engine_sleep_soon_unless_told_otherwise(
+    base: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", given)
+    folder = engine_dir(Path("repository"), "demo")
+    command = [sys.executable, "-c", "import os; print(os.environ['GOMP_SPINCOUNT'])"]
+    spawn_engine(command, new_target(folder, EngineConfig(model="none"))).wait()
+    assert last_log_line(folder) == expected

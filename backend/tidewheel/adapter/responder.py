@@ -17,6 +17,7 @@ from tidewheel.errors import InternalError, TidewheelError, printable
 from tidewheel.frontend.output import OutputChunk, Response, is_last
 from tidewheel.sampling import TopLogprobs
 
+_COUNTS = frozenset(("num_input_tokens", "num_output_tokens"))  # tensors of few values
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Figures of `RequestStats` by tensor of `return_perf_metrics`.
 _PERF_TENSORS: Mapping[str, tuple[str, type[np.generic]]] = {
@@ -191,7 +192,13 @@ def _entries(token_id: int, logprobs: TopLogprobs | None, texts: Mapping[int, st
 def _tensors(response: Response, response_format: ResponseFormat, arrays: Arrays) -> list[Any]:
     if response_format.is_trtllm:
         arrays = _as_ensemble(arrays)
-    tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+    thread_id = threading.get_ident()
+    tensors = [
+        _counts(name, array.tobytes(), array.shape, array.dtype, thread_id)
+        if name in _COUNTS
+        else pb_utils.Tensor(name, array)
+        for name, array in arrays.items()
+    ]
     if response_format.finish_reason:
         tensors.append(_finish_reasons(response, is_batched=response_format.is_trtllm))
     return tensors
@@ -210,6 +217,12 @@ def _unfinished(shape: tuple[int, ...], thread_id: int) -> Any:
     """Return a thread's tensor for unfinished sequences: two threads must not send a new tensor at once."""
     del thread_id
     return pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
+
+
+@functools.lru_cache(maxsize=1024)
+def _counts(name: str, values: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], thread_id: int) -> Any:
+    del thread_id
+    return pb_utils.Tensor(name, np.frombuffer(bytearray(values), dtype).reshape(shape))
 
 
 def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:

@@ -199,12 +199,13 @@ class EngineClient:
             connection.send(self._hello)
 
     def _exchange(self, connection: Connection) -> None:
-        for message in connection.receive():
+        received = connection.receive()
+        for message in received:
             self._handle(message)
         if self._connection is not connection:
             return
         now = time.monotonic()
-        if connection.process.has_ended:
+        if not received and connection.process.has_ended:
             for message in connection.last_words():
                 self._handle(message)
             self._disconnect(_lost("the engine process ended; it is being started again"))

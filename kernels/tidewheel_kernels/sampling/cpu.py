@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tidewheel_kernels.sampling.reference import (
@@ -14,16 +15,13 @@ from tidewheel_kernels.sampling.reference import (
     SamplingTensors,
     draw,
     filtered_weights,
-    greedy_tokens,
     min_p_filtered,
     top_k_threshold,
     top_p_threshold,
 )
 
 NUM_CANDIDATES = 256
-PART = 128
 LEAST_EXPONENT = -80.0  # its exponential is normal
-MIN_PARTED = 1 << 18  # logits
 
 
 def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
@@ -36,21 +34,12 @@ def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Ten
 
 
 def greedy_tokens_cpu(logits: torch.Tensor) -> GreedyTokens:
-    """Return `greedy_tokens`, with an index searched only beside the maximum.
-
-    Torch does not vectorise argmax ([40, 32000], float32: 1.08 -> 0.17 ms).
-    """
-    if logits.numel() < MIN_PARTED:
-        return greedy_tokens(logits)
-    logits = logits.float()  # four times as fast as 16 bits
-    size = logits.shape[-1]
-    num_parts = max(1, size // PART)
-    whole = logits[:, : num_parts * PART].reshape(len(logits), num_parts, -1).amax(dim=-1)
-    whole[:, -1] = logits[:, (num_parts - 1) * PART :].amax(dim=-1)
-    max_logit, part = whole.max(dim=-1, keepdim=True)
-    columns = (part * PART + torch.arange(PART + size % PART)).clamp_(max=size - 1)
-    token_ids = columns.gather(1, logits.gather(1, columns).max(dim=-1, keepdim=True).indices).squeeze(-1)
-    return GreedyTokens(max_logit, token_ids.masked_fill(~max_logit.squeeze(-1).isfinite(), -1))
+    """Return `greedy_tokens`, by numpy: its argmax is vectorised ([1, 49152], bfloat16: 56 -> 19 us)."""
+    values = logits.float().numpy()
+    token_ids = values.argmax(axis=-1, keepdims=True)  # of a NaN, if there is one
+    max_logit = np.take_along_axis(values, token_ids, axis=-1)
+    token_ids[~np.isfinite(max_logit)] = -1
+    return GreedyTokens(torch.from_numpy(max_logit), torch.from_numpy(token_ids[:, 0]))
 
 
 class _Thresholds(NamedTuple):

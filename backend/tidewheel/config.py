@@ -25,6 +25,7 @@ PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
 StrategyName = Literal["continuous", "static", "dynamic", "predictive", "hybrid"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 MaxModelLen = int | Literal["auto"]
+Kind = Literal["text", "one_shot"]
 
 MODEL_NOT_SET = "model is not set: give a folder or a Hugging Face id"
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -32,6 +33,7 @@ _AT_LEAST_ONE = (
     "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens", "predictor_prior_tokens",
     "long_prefill_token_threshold", "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks",
     "kv_cache_memory_mb", "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
+    "max_input_mb",
 )  # fmt: skip
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
@@ -127,6 +129,14 @@ class EngineConfig(SchedulingSettings):
     enforce_eager: bool = False  # run without CUDA graphs; no effect on a CPU
     async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
 
+    # one-shot models
+    kind: Kind = "text"  # set by the backend: one_shot if `adapter`, or the model's file, says so
+    adapter: str = ""  # what runs a one-shot model, such as onnxruntime; empty: as its file says, or a text model
+    buckets: str = "{}"  # sizes by dynamic dimension, to which inputs are padded with zeros: fewer shapes to batch
+    batch_axes: str = "{}"  # batch dimension by tensor; null: none; not named: the first, if all tensors have it
+    max_input_mb: int = 64  # MiB of all inputs of a request; a larger one is refused before it is copied
+    check_finite: bool = True  # a request whose outputs have NaN or infinite numbers ends with an error
+
     # metrics
     served_model_name: str = ""  # label model_name of metrics; empty: the name of the entry
     disable_log_stats: bool = False  # publish no figures on /metrics
@@ -188,11 +198,19 @@ class EngineConfig(SchedulingSettings):
                 f"deterministic is true, and quantization is {self.quantization}: torch multiplies 8 bits, and its "
                 "sums may depend on the batch; set deterministic to false, or quantization to none"
             )
+        self._check_kind()
         self._check_pressure()
         if self.swap_space > 0.0 and not self.enable_prefix_caching:
             raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
         if self.preemption_mode == "swap" and self.swap_space == 0.0:
             raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
+
+    def _check_kind(self) -> None:
+        if (self.kind == "one_shot") != bool(self.adapter):
+            raise ConfigError(f"kind is {self.kind}, and adapter {self.adapter!r}: leave kind out")
+        wrong = TEXT_ONLY if self.kind == "one_shot" else ONE_SHOT_ONLY
+        for name in sorted(wrong & self.to_settings().keys()):
+            raise ConfigError(f"{name} is set, and a model of kind {self.kind} does not read it: leave it out")
 
     def _check_pressure(self) -> None:
         wanted = self.pressure_quantization
@@ -255,6 +273,15 @@ class EngineConfig(SchedulingSettings):
 
 
 PRESSURE_SETTINGS = frozenset({"pressure_memory", "pressure_latency_ms", "pressure_quantization_critical"})
+ONE_SHOT_ONLY = frozenset({"adapter", "buckets", "batch_axes", "max_input_mb", "check_finite"})
+TEXT_ONLY = PRESSURE_SETTINGS | {
+    "revision", "download_dir", "tokenizer", "dtype", "quantization", "pressure_quantization", "deterministic",
+    "load_format", "seed", "max_model_len", "generation_config", "override_generation_config", "max_logprobs",
+    "kv_cache_dtype", "block_size", "num_blocks", "kv_cache_memory_mb", "gpu_memory_utilization", "enforce_eager",
+    "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
+    "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions", "admit_by_growth",
+    "target_tpot_ms",
+}  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})
 LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings)) | {

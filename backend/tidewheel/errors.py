@@ -16,6 +16,7 @@ from tidewheel_client.errors import EngineDead as EngineDead
 from tidewheel_client.errors import InternalError as InternalError
 from tidewheel_client.errors import InvalidRequest as InvalidRequest
 from tidewheel_client.errors import KvCacheFull as KvCacheFull
+from tidewheel_client.errors import ModelFailed as ModelFailed
 from tidewheel_client.errors import NotFound as NotFound
 from tidewheel_client.errors import NumericError as NumericError
 from tidewheel_client.errors import PromptTooLarge as PromptTooLarge

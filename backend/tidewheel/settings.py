@@ -11,7 +11,8 @@ from tidewheel.errors import ConfigError
 
 MIB = 1 << 20
 GIB = 1 << 30
-JSON_SETTINGS = ("tenants", "override_generation_config")  # text in `config.pbtxt`, an object in `model.json`
+# Text in `config.pbtxt`, an object in `model.json`.
+JSON_SETTINGS = ("tenants", "override_generation_config", "buckets", "batch_axes")
 _MOST_SHOWN = 16
 _MAX_PATH_BYTES = 1024
 _MAX_NAME_BYTES = 255  # in Linux

@@ -144,12 +144,21 @@ class EngineDead(RequestError):
 
 
 class NumericError(RequestError):
-    """The model's logits were not finite (NaN or infinite) for this request. No other request is affected.
+    """The model's logits or outputs were not finite (NaN or infinite) for this request. No other is affected.
 
     Check the weights and `dtype`: float16 overflows in some models, bfloat16 and float32 do not.
     """
 
     tag = "TW-NUMERIC"
+
+
+class ModelFailed(RequestError):
+    """A one-shot model raised an error for this request. No other request is affected.
+
+    Compare the inputs with what the model takes; the message has the model's words.
+    """
+
+    tag = "TW-MODEL"
 
 
 class WrongKey(RequestError):

@@ -61,6 +61,7 @@ LAYERS = {
     "tidewheel_kernels": 2,
     "tidewheel.models": 2,
     "tidewheel.runner": 2,
+    "tidewheel.one_shot": 2,
     "tidewheel.engine": 3,
     "tidewheel.frontend": 4,
     "tidewheel.llm": 5,

@@ -13,6 +13,7 @@ from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_overrides
 from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.one_shot.adapters import with_kind
 from tidewheel.regular_files import read_object
 from tidewheel.settings import check_known, coerce_setting, take_settings
 
@@ -62,9 +63,14 @@ def real_entry(folder: Path) -> Path:
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
+    return resolve_settings(read_entry(args))
+
+
+def read_entry(args: Mapping[str, str]) -> ModelEntry:
+    """Return the entry that Triton's arguments of `initialize` name."""
     config = json.loads(args["model_config"])
     folder, version = real_entry(Path(args["model_repository"])), args["model_version"]
-    entry = ModelEntry(
+    return ModelEntry(
         name=args["model_name"],
         folder=folder,
         version=version,
@@ -74,14 +80,18 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
         has_native_queue="dynamic_batching" in config,
         max_batch_size=int(config.get("max_batch_size", 0)),
     )
-    return resolve_settings(entry)
 
 
 def resolve_settings(entry: ModelEntry) -> ModelSettings:
     """Return engine and front-end settings of an entry."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
-    if (frontend.io_dialect == "trtllm") != (entry.max_batch_size > 0):
+    completed = with_kind(settings, entry.folder / entry.version)
+    if completed.get("kind") == "one_shot":
+        if entry.max_batch_size and "max_num_batched_tokens" not in settings:
+            completed["max_num_batched_tokens"] = entry.max_batch_size
+        settings = completed
+    elif (frontend.io_dialect == "trtllm") != (entry.max_batch_size > 0):
         raise ConfigError(
             f"io_dialect is {frontend.io_dialect} and max_batch_size {entry.max_batch_size}: set io_dialect in "
             "config.pbtxt, which Triton reads before model.json, and leave max_batch_size out"
@@ -123,7 +133,7 @@ def check_settings(settings: Mapping[str, object]) -> None:
 
 
 def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None) -> EngineConfig:
-    config = EngineConfig.from_settings(settings, base_dir=base_dir)
+    config = EngineConfig.from_settings(with_kind(settings, base_dir), base_dir=base_dir)
     read_overrides(config.override_generation_config)  # before a model is loaded
     return config
 

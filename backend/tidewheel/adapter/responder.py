@@ -15,6 +15,7 @@ from tidewheel.adapter.tensors import ResponseFormat
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError, printable
 from tidewheel.frontend.output import OutputChunk, Response, is_last
+from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.sampling import TopLogprobs
 
 _COUNTS = frozenset(("num_input_tokens", "num_output_tokens"))  # tensors of few values
@@ -37,6 +38,7 @@ class TritonSink:
 
     def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
         self.format = ResponseFormat()  # set before sending
+        self.inputs: PackedTensors | None = None  # of a one-shot request, in shared memory until the end
         self._sender = sender
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -78,7 +80,7 @@ class TritonSink:
         self._sender.send(pb_utils.InferenceResponse(last), flags=_FINAL if is_final else 0)
         if is_final:
             self._is_open = False
-            self._on_end()
+            self._end()
 
     def _fail(self, error: TidewheelError) -> None:
         if not self._is_open:
@@ -88,6 +90,11 @@ class TritonSink:
             self._sender.send(error_response(error), flags=_FINAL)
         except Exception as reason:
             pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
+        self._end()
+
+    def _end(self) -> None:
+        if self.inputs is not None:
+            self.inputs.discard()
         self._on_end()
 
     def _texts_of(self, response: Response) -> list[str]:
@@ -103,6 +110,8 @@ Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
 
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[list[Any]]:
     """Return the tensors of one or more responses of Triton, with an element per sequence."""
+    if (tensors := response[0].tensors) is not None:
+        return [[pb_utils.Tensor(name, array) for name, array in tensors.items()]]
     if not response_format.one_by_one or len(response) == 1:
         return [_tensors(response, response_format, _arrays(response, response_format, texts))]
     # Sequences without new tokens are left out, except at the end.

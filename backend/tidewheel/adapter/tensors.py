@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast, get_args
@@ -199,7 +198,6 @@ def read_request(
     )
     if not has_logprobs and (response_format.cumulative_logprob or response_format.log_probs):
         parameters = (*parameters, ParameterSource(origin="output flag", values={"logprobs": 0}))  # the chosen alone
-    limits_us = request.timeout(), math.ceil(1e6 * (settings.max_request_s or 0))  # 0: none
     return GenerateRequest(
         request_id=request.request_id(),
         task=_task(inputs),
@@ -210,8 +208,8 @@ def read_request(
         stream=stream,
         echo=not exclude_input,
         arrival_ns=arrival_ns,
-        traceparent=_traceparent(request) if settings.otlp_traces_endpoint else "",
-        timeout_us=min(filter(None, limits_us), default=0),
+        traceparent=traceparent(request, settings),
+        timeout_us=settings.timeout_us(request.timeout()),
     ), response_format
 
 
@@ -226,7 +224,7 @@ def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> 
     tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_DIMS.keys()}
     sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
-        ParameterSource(origin="request parameter", values=_request_parameters(request)),
+        ParameterSource(origin="request parameter", values=request_parameters(request)),
         ParameterSource(origin=INPUT_TENSOR, values=tensors),
     )
     if is_trtllm:
@@ -253,7 +251,7 @@ def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
     return values
 
 
-def _request_parameters(request: Any) -> dict[str, object]:
+def request_parameters(request: Any) -> dict[str, object]:
     # A name after a NUL would replace a proxy's: Triton joins them.
     values = cast(dict[str, object], parse_json(request.parameters() or "{}", "parameters"))
     values.pop("id", None)  # of `/generate`
@@ -262,7 +260,10 @@ def _request_parameters(request: Any) -> dict[str, object]:
     return values
 
 
-def _traceparent(request: Any) -> str:
+def traceparent(request: Any, settings: FrontendSettings) -> str:
+    """Return the request's `traceparent`; empty if spans are not exported."""
+    if not settings.otlp_traces_endpoint:
+        return ""
     context = request.trace().get_context()
     carried = json.loads(context) if context else json.loads(request.parameters() or "{}")
     found = carried.get("traceparent", "")

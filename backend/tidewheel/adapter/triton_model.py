@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 import tidewheel
+from tidewheel.adapter import one_shot
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
+from tidewheel.adapter.one_shot import find_entry, one_shot_settings, read_tensors, signature_of
 from tidewheel.adapter.repository_entry import load_settings
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.stub_process import Presence, close_inherited_connections, is_stub
@@ -18,6 +21,7 @@ from tidewheel.confidential import protect_texts
 from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.launcher import choose_engine
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
+from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
@@ -30,7 +34,11 @@ class TritonPythonModel:
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        entry = auto_complete_model_config.as_dict()
+        folder = find_entry(entry["name"], os.getppid())
         try:
+            if folder is not None and (settings := one_shot_settings(entry, folder)) is not None:
+                return one_shot.complete(auto_complete_model_config, signature_of(settings))
             return complete(auto_complete_model_config)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
@@ -74,17 +82,26 @@ class TritonPythonModel:
         self._presence.count(1)
         sink = TritonSink(request.get_response_sender(), lambda: self._presence.count(-1))
         try:
-            generate, sink.format = read_request(
-                request,
-                self._settings.frontend,
-                decoupled=self._settings.entry.decoupled,
-                max_prompt_bytes=self._follower.serving.target.config.max_prompt_bytes,
-                arrival_ns=arrival_ns,
-            )
+            asked = self._read(request, sink, arrival_ns)
             with self._follower.lock:
-                self._follower.serving.frontend.submit(generate, sink)
+                self._follower.serving.frontend.submit(asked, sink)
         except Exception as error:
             refusal = error if isinstance(error, TidewheelError) else InternalError(_NOT_SUBMITTED)
             if refusal is not error:
                 log.exception("a request could not be submitted")
             self._follower.serving.frontend.refuse(request_id, sink, arrival_ns, refusal)
+
+    def _read(self, request: Any, sink: TritonSink, arrival_ns: int) -> GenerateRequest:
+        frontend, config = self._settings.frontend, self._follower.serving.target.config
+        if config.kind == "one_shot":
+            asked = read_tensors(request, frontend, config.max_input_mb, arrival_ns)
+            sink.inputs = asked.inputs
+            return asked
+        generate, sink.format = read_request(
+            request,
+            frontend,
+            decoupled=self._settings.entry.decoupled,
+            max_prompt_bytes=config.max_prompt_bytes,
+            arrival_ns=arrival_ns,
+        )
+        return generate

@@ -18,6 +18,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
+from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.record.recorder import BUFFER_BYTES, Recorder, RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
@@ -41,6 +42,8 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
     """Load the model. Imports torch here, because that takes seconds."""
+    if config.kind == "one_shot":
+        return OneShotRunner.load(config, progress)
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)

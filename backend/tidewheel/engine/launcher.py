@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import shutil
@@ -77,7 +78,8 @@ def _identity(config: EngineConfig) -> str:
 
 def _describe_files(model: Path) -> list[tuple[str, int, int]]:
     try:
-        stats = [(path.name, path.stat()) for path in sorted(model.iterdir())]
+        paths = model.parent.glob(f"{glob.escape(model.name)}*") if model.is_file() else model.iterdir()
+        stats = [(path.name, path.stat()) for path in sorted(paths)]
     except OSError:
         return []
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

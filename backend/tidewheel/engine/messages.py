@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from tidewheel.batch import Int32Array, Int64Array
-from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
+from tidewheel.errors import Busy, InternalError, TidewheelError, WaitingSetFull, from_wire
+from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.request import FinishReason, Pooling, Request, WeightsUsed
 from tidewheel.request_options import RequestOptions
 from tidewheel.runner.info import RunnerInfo
@@ -22,7 +23,7 @@ from tidewheel.settings import MIB, shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 12
+PROTOCOL = 13
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of all sequences
@@ -66,6 +67,7 @@ class AddRequest(Message, frozen=True):
     grammar_name: str = ""  # its parameter, for messages
     end_token_ids: tuple[int, ...] = ()  # those that only the grammar's end allows
     request_id: str = ""  # the client's
+    inputs: PackedTensors | None = None  # of a one-shot request; `prompt` has a 0 for each item
 
 
 class Cancel(Message, frozen=True):
@@ -132,6 +134,11 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return self.num_cache_tokens / self.max_model_len
 
     def describe(self) -> list[str]:
+        if self.signature is not None:
+            tensors = (*self.signature.inputs, *self.signature.outputs)
+            loaded = f"model: one-shot by {self.architecture} on {self.device}, loaded in {self.load_seconds:.1f} s"
+            shown = ", ".join(spec.describe() for spec in tensors)
+            return [loaded, f"batches of up to {self.max_num_batched_tokens} items: {shown}"]
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
         lines = [
             f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "
@@ -225,12 +232,17 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     index: int = 0  # of the sequence, or `WHOLE_REQUEST`
     prompt_logprobs: list[TopLogprobs] | None = None  # of the prompt without its first token; once
     pooled: bytes = b""  # float32 little endian, with an embedding's end
+    outputs: PackedTensors | None = None  # with a one-shot request's end
 
     @classmethod
     def last(
         cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
     ) -> Delta:
-        error = request.error
+        error, outputs = request.error, None
+        try:
+            outputs = None if request.outputs is None else PackedTensors.of(request.outputs, is_result=True)
+        except Busy as full:
+            error = full
         if error is None and request.finish_reason is FinishReason.ERROR:
             error = InternalError("the request ended with an error that left no message")
         return cls(
@@ -243,6 +255,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             index=index,
             prompt_logprobs=unsent_prompt_logprobs(request),
             pooled=b"" if request.pooled is None else request.pooled.astype("<f4").tobytes(),
+            outputs=outputs,
         )
 
     @classmethod

@@ -10,6 +10,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.grammar import RowGrammar, TokenGrammar
+from tidewheel.one_shot.signature import Arrays
 from tidewheel.parameters import check_count
 from tidewheel.request import Request
 from tidewheel.request_options import RequestOptions
@@ -52,6 +53,7 @@ def to_requests(
     Raise `InvalidRequest` or `Unsupported`.
     """
     checked = check_request(message, info)
+    inputs, bucket = _inputs(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
     ttl = _session_ttl(options, config)
@@ -76,6 +78,8 @@ def to_requests(
             soft_deadline=_seconds(message.soft_deadline_ns),
             session_id=options.session_id,
             session_ttl=ttl,
+            bucket=bucket,
+            inputs=inputs,
             leader=requests[0] if requests else None,
         )
         requests.append(request)
@@ -85,6 +89,7 @@ def to_requests(
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
     """Return the checked request. Raise `InvalidRequest` or `Unsupported`; texts call the prompt `prompt_name`."""
     sampling = message.sampling
+    _check_inputs(message, info)
     prompt, limit = _prompt(prompt_name, message.prompt, info), info.max_num_tokens
     max_tokens = limit - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
     check_lengths(len(prompt), max_tokens, sampling.min_tokens, limit)
@@ -99,6 +104,24 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     if message.options.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens)
+
+
+def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
+    if info.signature is None or message.inputs is None:
+        if (info.signature is None) != (message.inputs is None):
+            raise InvalidRequest("a text model takes a prompt, and a one-shot model tensors")
+        return
+    tensors = ((each.name, each.dtype, each.shape) for each in message.inputs.tensors)
+    items = info.signature.check(tensors, info.max_num_batched_tokens)
+    if len(message.prompt) != 4 * items or message.sampling.max_tokens != 1:
+        raise InvalidRequest(f"a one-shot request of {items} items has a prompt of as many zeros, and max_tokens 1")
+
+
+def _inputs(message: AddRequest, info: EngineInfo) -> tuple[Arrays | None, str]:
+    if info.signature is None or message.inputs is None:
+        return None, ""
+    arrays = message.inputs.arrays
+    return arrays, info.signature.bucket(arrays)
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:

@@ -21,6 +21,7 @@ from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
+from tidewheel.one_shot.shared_tensors import remove_unread
 from tidewheel.request import FinishReason
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.scheduler.scheduler import Scheduler
@@ -113,6 +114,7 @@ class EngineServer:
             return ""
         self._next_stats = now + STATS_INTERVAL_S
         self._front_ends.broadcast(self._figures())
+        remove_unread()
         for front_end, reason in self._front_ends.find_gone(listened):
             self._drop(front_end, f"is gone ({reason})")
             self._send_disconnection(front_end.identity, f"the engine counts this front end as gone: {reason}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tidewheel.adapter.one_shot import contradictions, signature_of
 from tidewheel.adapter.repository_entry import (
     BACKEND,
     ModelEntry,
@@ -16,7 +17,7 @@ from tidewheel.adapter.repository_entry import (
 )
 from tidewheel.config import MODEL_NOT_SET
 from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT
-from tidewheel.entries.config_rules import CONFIG_RULES, backend
+from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tensors
 from tidewheel.entries.entry import (
     CONFIG_NAME,
     Entry,
@@ -160,6 +161,9 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
     settings = judge_settings(entry).settings if entry.is_ours else None
     if settings is None or settings.owner.name != entry.name:
         return
+    if settings.engine.kind == "one_shot":
+        yield from located(entry, "model", _judge_one_shot(entry, settings.engine, report))
+        return
     # It imports torch, which takes seconds.
     from tidewheel.entries.model_rules import ModelJudge
 
@@ -171,6 +175,17 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
         report.models[entry.name] = judge.implementation
     if judge.cache_of_a_request:
         report.kv_cache[entry.name] = judge.cache_of_a_request
+
+
+def _judge_one_shot(entry: Entry, config: EngineConfig, report: CheckReport) -> Iterator[Problem]:
+    try:
+        signature = signature_of(config)
+    except ConfigError as refusal:
+        yield at_setting(entry, error("", str(refusal)))
+        return
+    report.models[entry.name] = f"{config.adapter}, inputs {', '.join(spec.describe() for spec in signature.inputs)}"
+    for field_path, message in contradictions(declared_tensors(entry), signature):
+        yield error(field_path, message)
 
 
 def located(entry: Entry, rule: str, problems: Iterable[Problem]) -> Iterator[Finding]:

@@ -80,7 +80,8 @@ def version_folder(entry: Entry) -> Iterator[Problem]:
         yield error("version_policy", message)
 
 
-def tensors(entry: Entry) -> Iterator[Problem]:
+def declared_tensors(entry: Entry) -> dict[str, Any]:
+    """Return an entry's tensors, batch size and parameters as Triton's Python API gives them."""
     type_name = model_config_pb2.DataType.Name
     declared: dict[str, Any] = {
         kind: [
@@ -91,7 +92,13 @@ def tensors(entry: Entry) -> Iterator[Problem]:
     }
     declared["max_batch_size"] = entry.config.max_batch_size
     declared["parameters"] = {key: {"string_value": text} for key, text in entry.parameters.items()}
-    yield from (error(field, message) for field, message in contradictions(declared))
+    return declared
+
+
+def tensors(entry: Entry) -> Iterator[Problem]:
+    if entry.is_one_shot:  # whose tensors are compared with the model's
+        return
+    yield from (error(field, message) for field, message in contradictions(declared_tensors(entry)))
     if any(tensor.name == "text_input" and not tensor.optional for tensor in entry.config.input):
         yield note(
             "input.text_input",

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from tidewheel.adapter.one_shot import is_one_shot
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
 from tidewheel.entries.findings import Field, by_path, pbtxt_fields
 from tidewheel.errors import ConfigError
@@ -62,7 +63,11 @@ class Entry:
     @property
     def is_decoupled(self) -> bool:
         has_policy = self.config.HasField("model_transaction_policy")
-        return not has_policy or bool(self.config.model_transaction_policy.decoupled)
+        return bool(self.config.model_transaction_policy.decoupled) if has_policy else not self.is_one_shot
+
+    @cached_property
+    def is_one_shot(self) -> bool:
+        return is_one_shot(self.folder, served_version(self.folder, self.config), self.settings)
 
     @property
     def json_path(self) -> Path:

@@ -15,7 +15,7 @@ import msgspec
 from tidewheel.errors import Cancelled, ConfigError, TidewheelError
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.output import Response
-from tidewheel.frontend.request_parameters import Task
+from tidewheel.frontend.request_parameters import AnyTask
 from tidewheel.frontend.settings import STDERR
 from tidewheel.request import FinishReason, Priority
 
@@ -51,7 +51,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
     request_id: str
     stages: Stages
-    task: Task = "generate"
+    task: AnyTask = "generate"
     stream: bool = False
     priority: str | None = None  # granted class
     tenant: str = ""

@@ -26,7 +26,7 @@ from tidewheel.frontend.live_request import Ending, LiveRequest, Sink, TokenColu
 from tidewheel.frontend.output import OutputChunk, Response, is_last
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
-from tidewheel.frontend.request_reader import RequestReader
+from tidewheel.frontend.request_reader import Reader
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.threads import ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
@@ -65,7 +65,7 @@ class Frontend:
         self._closed_by: TidewheelError | None = None
         self._drained_by: TidewheelError | None = None  # as long as the engine refuses new requests
 
-    def start(self, info: EngineInfo, reader: RequestReader, engine: EngineClient) -> None:
+    def start(self, info: EngineInfo, reader: Reader, engine: EngineClient) -> None:
         """Serve requests with a ready engine. `close` also closes `reader`."""
         self._reader = reader
         self._tenants = info.tenants
@@ -177,6 +177,8 @@ class Frontend:
     def on_deltas(self, deltas: list[Delta]) -> None:
         now_ns = time.monotonic_ns()
         for delta in deltas:
+            if delta.outputs is not None:
+                delta.outputs.claim()
             request = self._live.get(delta.key)
             if request is None or self._is_held(request, delta):
                 continue  # answered, or to be sent again

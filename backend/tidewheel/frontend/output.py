@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -9,6 +9,7 @@ import numpy as np
 from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.engine.messages import WHOLE_REQUEST, Delta, RequestStats
 from tidewheel.frontend.tokenizer import Detokenizer, Tokenizer
+from tidewheel.one_shot.signature import Array
 from tidewheel.request import FinishReason, Pooling
 from tidewheel.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams, TopLogprobs
@@ -38,6 +39,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TopLogprobs] | None = None  # once, if asked
     token_texts: dict[int, str] = {}  # of ids in what has log-probabilities
     embedding: Float32Array | None = None  # [hidden_size] of length 1
+    tensors: Mapping[str, Array] | None = None  # outputs of a one-shot model
     cumulative_logprob: float | None = None  # of all output
     num_input_tokens: int = 0
     finish_reason: str | None = None  # in every response after the end

@@ -22,6 +22,7 @@ from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
 
 Task = Literal["generate", "tokenize", "detokenize", "embed"]
+AnyTask = Literal[Task, "infer"]  # "infer": of a one-shot model
 WORDS, WEIGHTS = "embedding_bias_words", "embedding_bias_weights"
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
@@ -29,14 +30,16 @@ _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
 _SERVICE = frozenset({"priority", "tenant", "deadline_ms", "soft_deadline_ms"})
 _TOKENIZE = _SERVICE | {"add_special_tokens", "add_generation_prompt", "return_token_strs"}
 _EMBED = _SERVICE | {"add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens"}
-_OF_TASK: Mapping[Task, frozenset[str]] = {"tokenize": _TOKENIZE, "detokenize": _TOKENIZE, "embed": _EMBED}
+_OF_TASK: Mapping[AnyTask, frozenset[str]] = {
+    "tokenize": _TOKENIZE, "detokenize": _TOKENIZE, "embed": _EMBED, "infer": _SERVICE
+}  # fmt: skip
 _OFF: tuple[object, ...] = ("", False, [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     request_id: str = ""
-    task: Task = "generate"
+    task: AnyTask = "generate"
     text: str | bytes | None = None
     input_ids: Int32Array | None = None  # [num_prompt_tokens]
     messages: str | bytes | None = None  # JSON list of chat messages
@@ -183,7 +186,7 @@ class _GivenValue(NamedTuple):
 
 
 def parse_parameters(
-    sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None, task: Task = "generate"
+    sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None, task: AnyTask = "generate"
 ) -> ParsedParameters:
     """Merge all sources' parameters over `defaults`; a null is absent. Raise `InvalidRequest` or `Unsupported`."""
     given = _collect(sources)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -40,6 +40,16 @@ class PreparedRequest(NamedTuple):
     outputs: Outputs | None = None  # None: nothing is generated
     has_stop_strings: bool = False
     answer: str = ""  # where nothing is generated
+
+
+class Reader(Protocol):
+    """Reader of client requests, thread-safe: `RequestReader`, or `TensorReader` of a one-shot model."""
+
+    max_prompt_bytes: int
+
+    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest: ...
+
+    def close(self) -> None: ...
 
 
 class MessageMaker:

@@ -55,6 +55,11 @@ class FrontendSettings:
     def objective(self) -> Objective:
         return Objective(1e-3 * self.objective_ttft_ms, 1e-3 * self.objective_tpot_ms)
 
+    def timeout_us(self, asked_us: int) -> int:
+        """Return the shorter of a request's timeout and `max_request_s`, in microseconds; 0: none."""
+        limits_us = asked_us, math.ceil(1e6 * (self.max_request_s or 0))
+        return min(filter(None, limits_us), default=0)
+
 
 def _is_log(text: str) -> bool:
     return text in ("", STDERR) or Path(text).is_absolute()

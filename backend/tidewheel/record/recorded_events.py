@@ -52,6 +52,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     soft_deadline: float | None
     session_id: str
     session_ttl: float
+    bucket: str = ""
 
 
 class AddEvent(Event, frozen=True, tag="add"):

@@ -205,6 +205,7 @@ class RecordingScheduler(Scheduler):
             soft_deadline=request.soft_deadline,
             session_id=names.word(request.session_id),
             session_ttl=request.session_ttl,
+            bucket=request.bucket,
         )
 
     def _token_names(self, requests: list[Request], sampled: SampledTokens, delivered: set[Request]) -> bytes:

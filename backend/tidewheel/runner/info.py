@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tidewheel.one_shot.signature import Signature
+
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a loaded model; memory in bytes. `engine.messages.EngineInfo` extends them."""
@@ -30,3 +32,4 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     graph_bytes: int = 0
     device_bytes: int = 0  # GPU memory; 0: a CPU
     stage_seconds: dict[str, float] = {}
+    signature: Signature | None = None  # of a one-shot model

@@ -113,7 +113,12 @@ class StepPlanner:
     def _next(self) -> Request | None:
         state = self._state
         candidates = state.waiting.candidates(with_new=self._plan.num_joined < self._plan.limits.max_joins)
-        waiting = (request for request in candidates if request.request_id not in self._skipped)
+        bucket = self._plan.bucket
+        waiting = (
+            request
+            for request in candidates
+            if request.request_id not in self._skipped and bucket in (None, request.bucket)
+        )
         if self._by_cache and not self._needs_row():
             before = self._now - state.config.ageing_s
             return next_in_line(waiting, self._num_cached_tokens, before=before, by_tenant=state.policy.by_tenant)
@@ -154,15 +159,19 @@ class StepPlanner:
             return False
         if self._may_make_way(request):
             return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
-        if plan.token_budget < 1 or self._needs_row():
+        if plan.token_budget < 1 or self._needs_row() or self._exceeds_batch(request):
             return False
         if plan.is_scarce:
             self._note_missing(request, self._state.find_hit(request))
         return not plan.is_scarce
 
+    def _exceeds_batch(self, request: Request) -> bool:
+        """Return whether a one-shot request, which is never split, has to wait for a step with more room."""
+        return bool(request.bucket and self._plan.chunk_ends) and request.num_tokens > self._plan.token_budget
+
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
-        was_new = request.is_new
+        was_new, plan.bucket = request.is_new, request.bucket
         blocks = state.enter(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
         if blocks is None:
             self._note_missing(request, hit)

@@ -251,7 +251,7 @@ def _fail_not_finite(state: SchedulerState, step: InFlightStep, sampled: Sampled
         if state.columns.epochs[row] != step.epochs[index]:
             continue
         request = state.columns.write_back(row)
-        request.error = _no_token(request)
+        request.error = request.error or _no_token(request)
         state.end(request, FinishReason.ERROR, now, keep_cached=False)
         failed.append(request)
     return failed

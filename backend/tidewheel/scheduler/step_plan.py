@@ -51,6 +51,7 @@ class StepPlan:
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.token_budget = limits.token_budget  # left
+        self.bucket: str | None = None  # of the requests that entered; None: none did
         self.num_joined = 0
         self.started: list[Request] = []
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
@@ -98,11 +99,11 @@ class StepPlan:
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank, *, scores: bool = False) -> None:
         """Add a chunk of a prompt; with `scores`, each position needs logits, of which a step has `max_scores`."""
-        most = self.limits.max_chunk_tokens
+        most = end - start if self.bucket else self.limits.max_chunk_tokens
         if scores:
             most = min(most, max(self._num_scores_left, 1))
         num_tokens = min(end - start, most)
-        if end - start > self.token_budget <= most:
+        if end - start > self.token_budget <= most and not self.bucket:
             num_tokens = (self.token_budget + 1) // 2
             level = level if self._cut is None else min(level, self._cut.level)
             self._cut = SplitChunk(len(self._chunks), end - start, level, most)
@@ -139,7 +140,7 @@ class StepPlan:
             start_positions=starts,
             num_scheduled_tokens=counts,
             samples=samples,
-            num_decodes=num_decodes + sum([chunk.num_tokens == 1 for chunk in chunks]),
+            num_decodes=num_decodes + sum([chunk.num_tokens == 1 and not self.bucket for chunk in chunks]),
             num_tokens=num_decodes + sum([chunk.num_tokens for chunk in chunks]),
             new_rows=tuple(self.new_rows),
             freed_rows=freed_rows,

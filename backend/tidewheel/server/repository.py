@@ -11,6 +11,7 @@ from tidewheel.adapter.repository_entry import ORIGIN, check_settings, real_entr
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.model_folder import gguf_file_of, resolve_folder
+from tidewheel.one_shot.adapters import with_kind
 
 TWIN_SUFFIX = "_infer"
 _AHEAD_S = 5 * 365 * 86400  # later than any change of a file while a server runs
@@ -23,6 +24,9 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
     """Write a model repository entry and its non-decoupled twin. Raise `ConfigError`."""
     model = resolve_model(model)
     check_settings({"model": model, **settings})
+    if "adapter" in with_kind({"model": model, **settings}):
+        _write(repository / name, {"model": model, **settings}, decoupled=False)
+        return
     # Like `vllm serve`, and unlike entries that are written for Triton.
     _write(repository / name, {"model": model, "generation_config": "auto", **settings}, decoupled=True)
     _write(repository / f"{name}{TWIN_SUFFIX}", {"engine_of": name}, decoupled=False)
@@ -33,6 +37,8 @@ def resolve_model(model: str) -> str:
     folder = Path(model).expanduser()
     if model and folder.exists() and (refusal := foreign_format(folder)):
         raise ConfigError(refusal)
+    if folder.is_file() and "adapter" in with_kind({"model": model}):
+        return str(folder.resolve())
     if model and gguf_file_of(folder) is not None:
         resolve_folder(model)
         return str(folder.absolute())
@@ -47,7 +53,8 @@ def resolve_model(model: str) -> str:
 
 def served_name(model: str) -> str:
     folder = Path(model).expanduser()
-    name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1].removesuffix(".gguf")
+    name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1]
+    name = name.removesuffix(".gguf").removesuffix(".onnx")
     return re.sub(r"[^\w.-]+", "_", name).strip("._-") or "model"
 
 

@@ -205,6 +205,7 @@ def to_request(recorded: record.RecordedRequest) -> Request:
         soft_deadline=recorded.soft_deadline,
         session_id=recorded.session_id,
         session_ttl=recorded.session_ttl,
+        bucket=recorded.bucket,
     )
 
 

@@ -1,0 +1,137 @@
+"""One-shot models in Triton: their tensors in `config.pbtxt`, in requests and in responses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidewheel.adapter.repository_entry import read_entry, resolve_settings, versions
+from tidewheel.adapter.tensors import request_parameters, traceparent
+from tidewheel.config import EngineConfig
+from tidewheel.engine.launcher import python_environment, python_executable
+from tidewheel.errors import ConfigError, PromptTooLarge
+from tidewheel.frontend.coercion import ParameterSource
+from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.tensor_reader import TensorRequest
+from tidewheel.one_shot import describe
+from tidewheel.one_shot.adapters import with_kind
+from tidewheel.one_shot.shared_tensors import PackedTensors
+from tidewheel.one_shot.signature import Signature, TensorSpec
+from tidewheel.settings import MIB
+from tidewheel_process.process_tree import arguments
+
+_REPOSITORY = "--model-repository"
+
+
+def signature_of(config: EngineConfig) -> Signature:
+    """Return a model's signature, read in a process of its own. Raise `ConfigError`."""
+    command = [python_executable(), "-P", "-m", describe.__name__, msgspec.json.encode(config.to_settings()).decode()]
+    limit = config.engine_start_timeout_s
+    try:
+        done = subprocess.run(command, capture_output=True, env=python_environment(), timeout=limit, check=False)  # noqa: S603
+        description = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=describe.Description)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{config.model} was not loaded within {limit:g} s: raise engine_start_timeout_s") from None
+    except msgspec.DecodeError:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"{config.model}: the process that loads it ended with {done.returncode}: {last}") from None
+    if description.signature is None:
+        raise ConfigError(description.error)
+    return description.signature
+
+
+def find_entry(model: str, server_pid: int) -> Path | None:
+    """Return the folder of a model in the repositories that a tritonserver was started with; None without one."""
+    words = arguments(server_pid)
+    named = [word.partition("=")[2] for word in words if word.startswith(f"{_REPOSITORY}=")]
+    named += [words[index + 1] for index, word in enumerate(words[:-1]) if word == _REPOSITORY]
+    return next((folder for name in named if (folder := Path(name) / model).is_dir()), None)
+
+
+def is_one_shot(folder: Path, version: str, settings: Mapping[str, object]) -> bool:
+    """Return whether an entry's files or settings name an adapter."""
+    return "engine_of" not in settings and bool(with_kind(settings, folder / version).get("adapter"))
+
+
+def one_shot_settings(config: Mapping[str, Any], folder: Path) -> EngineConfig | None:
+    """Return the engine's settings if the entry is of a one-shot model, else None. Raise `ConfigError`."""
+    version = str(max(versions(folder), default=1))
+    args = {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": version}
+    entry = read_entry({**args, "model_name": config["name"]})
+    if not is_one_shot(entry.folder, version, {**entry.parameters, **entry.model_json}):
+        return None
+    return resolve_settings(entry).engine
+
+
+def complete(config: Any, signature: Signature) -> Any:
+    """Add the model's tensors to a `pb_utils.ModelConfig`. Raise `ConfigError` for contradictory fields."""
+    entry = config.as_dict()
+    for _, message in contradictions(entry, signature):
+        raise ConfigError(message)
+    has_batch = int(entry.get("max_batch_size", 0)) > 0
+    for kind, specs, add in (
+        ("input", signature.inputs, config.add_input),
+        ("output", signature.outputs, config.add_output),
+    ):
+        declared = {tensor["name"] for tensor in entry[kind]}
+        for spec in specs:
+            if spec.name not in declared:
+                add({"name": spec.name, "data_type": _data_type(spec), "dims": _dims(spec, has_batch=has_batch)})
+    if "model_transaction_policy" not in entry:
+        config.set_model_transaction_policy({"decoupled": False})
+    return config
+
+
+def contradictions(entry: Mapping[str, Any], signature: Signature) -> Iterator[tuple[str, str]]:
+    """Yield (path, message) of each field with which the model does not load."""
+    size, specs = int(entry.get("max_batch_size", 0)), (*signature.inputs, *signature.outputs)
+    if size and any(spec.batch_axis != 0 or len(spec.dims) < 2 for spec in specs):
+        yield "max_batch_size", f"max_batch_size is {size}, and not all tensors begin with a batch: leave it out"
+    for kind, known in (("input", signature.inputs), ("output", signature.outputs)):
+        by_name = {spec.name: spec for spec in known}
+        for tensor in entry[kind]:
+            name = tensor["name"]
+            if message := _refusal(tensor, by_name, has_batch=size > 0):
+                yield f"{kind}.{name}", f"{kind} {name!r} of config.pbtxt {message}"
+
+
+def _refusal(tensor: Mapping[str, Any], known: Mapping[str, TensorSpec], *, has_batch: bool) -> str:
+    spec = known.get(tensor["name"])
+    if spec is None:
+        return f"is not in the model, which has {', '.join(known)}: leave it out"
+    data_type, dims = _data_type(spec), _dims(spec, has_batch=has_batch)
+    pairs = zip(tensor["dims"], dims, strict=False)
+    is_right = all(one == other or -1 in (one, other) for one, other in pairs)
+    if tensor["data_type"] == data_type and len(tensor["dims"]) == len(dims) and is_right:
+        return ""
+    return f"is {tensor['data_type']} {list(tensor['dims'])}: the model has {data_type} {dims}"
+
+
+def _data_type(spec: TensorSpec) -> str:
+    return "TYPE_STRING" if spec.dtype == "BYTES" else f"TYPE_{spec.dtype}"
+
+
+def _dims(spec: TensorSpec, *, has_batch: bool) -> list[int]:
+    return [-1 if isinstance(dim, str) else dim for dim in spec.dims[int(has_batch) :]]
+
+
+def read_tensors(request: Any, settings: FrontendSettings, max_input_mb: int, arrival_ns: int) -> TensorRequest:
+    """Copy a Triton request's tensors. Raise `PromptTooLarge` before the copy, or `Busy` without room for it."""
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    size = sum(array.nbytes if array.dtype.kind != "O" else sum(map(len, array.flat)) for array in arrays.values())
+    if size > max_input_mb * MIB:
+        raise PromptTooLarge(f"the inputs have {size} bytes: at most {max_input_mb * MIB} are allowed (max_input_mb)")
+    parameters = request_parameters(request)
+    return TensorRequest(
+        request_id=request.request_id(),
+        inputs=PackedTensors.of(arrays),
+        parameters=(ParameterSource(origin="request parameter", values=parameters),) if parameters else (),
+        arrival_ns=arrival_ns,
+        traceparent=traceparent(request, settings),
+        timeout_us=settings.timeout_us(request.timeout()),
+    )

@@ -1,0 +1,105 @@
+"""Requests of one-shot models in a front end: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, EngineInfo, RequestStats
+from tidewheel.engine.requests import check_request
+from tidewheel.errors import InvalidRequest
+from tidewheel.frontend.output import OutputChunk, Outputs, Response
+from tidewheel.frontend.request_parameters import AnyTask, GenerateRequest, parse_parameters
+from tidewheel.frontend.request_reader import PreparedRequest
+from tidewheel.one_shot.shared_tensors import PackedTensors
+from tidewheel.one_shot.signature import Arrays
+from tidewheel.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRequest(GenerateRequest):
+    task: AnyTask = "infer"
+    inputs: PackedTensors
+
+
+class TensorReader:
+    """Reader of the requests of a one-shot model. Thread-safe."""
+
+    max_prompt_bytes = 1  # there are no prompts
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+
+    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
+        """Return a client request ready to send. Raise `InvalidRequest`."""
+        signature = self._info.signature
+        if signature is None or not isinstance(request, TensorRequest):
+            raise InvalidRequest("a one-shot model takes tensors")
+        options = parse_parameters(request.parameters, task=request.task).options
+        tensors = ((each.name, each.dtype, each.shape) for each in request.inputs.tensors)
+        items = signature.check(tensors, self._info.max_num_batched_tokens)
+        message = AddRequest(
+            key,
+            bytes(4 * items),
+            SamplingParams(max_tokens=1),
+            inputs=request.inputs,
+            options=options,
+            arrival_ns=arrival_ns,
+            deadline_ns=options.deadline_ns(arrival_ns, request.timeout_us),
+            soft_deadline_ns=options.soft_deadline_ns(arrival_ns),
+            request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
+        )
+        check_request(message, self._info)
+        return PreparedRequest(message, TensorOutputs(items, arrival_ns))
+
+    def close(self) -> None:
+        pass
+
+
+class TensorOutputs(Outputs):
+    """Outputs of a one-shot request, which come at once. Not thread-safe."""
+
+    def __init__(self, num_items: int, arrival_ns: int) -> None:
+        self.num_input_tokens = num_items
+        self._arrived_ns = arrival_ns
+        self._tensors: Arrays | None = None
+        self._finish_reason = ""
+        self._times: RequestStats | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._finish_reason)
+
+    @property
+    def num_output_tokens(self) -> list[int]:
+        return [1]
+
+    @property
+    def has_tokens(self) -> bool:
+        return self._tensors is not None
+
+    def push(self, deltas: Iterable[Delta]) -> list[int]:
+        """Take the outputs. Raise `InternalError` if they cannot be read."""
+        for delta in deltas:
+            if delta.stats is not None:
+                self._times = msgspec.structs.replace(delta.stats, arrival_ns=self._arrived_ns)
+            if delta.outputs is not None:
+                self._tensors = delta.outputs.arrays
+                self._finish_reason = delta.finish_reason
+        return []
+
+    def end(self, finish_reason: str) -> None:
+        self._finish_reason = self._finish_reason or finish_reason
+
+    def take(self) -> Response:
+        return [
+            OutputChunk(
+                text="",
+                tensors=self._tensors,
+                num_input_tokens=self.num_input_tokens,
+                finish_reason=self._finish_reason or None,
+                stats=self._times,
+            )
+        ]

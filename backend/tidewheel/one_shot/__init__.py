@@ -1,0 +1,1 @@
+"""Models that answer a request in one step: their signatures, adapters and runner. Without torch."""

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ModelFailed, NumericError, TidewheelError
+from tidewheel.one_shot.adapters import Adapter, load_adapter
+from tidewheel.one_shot.signature import Array, Arrays, Signature, TensorSpec
+from tidewheel.request import Request
+from tidewheel.runner.info import RunnerInfo
+
+log = logging.getLogger(__name__)
+
+_BLOCKS_PER_ROW = 4  # more than a row holds, so that blocks are never short
+_MAX_REASON_CHARS = 300
+
+
+class FinishedRun:
+    def __init__(self, tokens: SampledTokens) -> None:
+        self._tokens = tokens
+
+    def wait(self) -> SampledTokens:
+        return self._tokens
+
+
+class OneShotRunner:
+    """Runner of one-shot requests, which stands where `ModelRunner` stands: each step runs a batch of new requests.
+
+    A request takes its outputs or its error. If a batch fails, each of its requests is tried alone, once.
+    """
+
+    def __init__(
+        self, adapter: Adapter, signature: Signature, info: RunnerInfo, *, check_finite: bool = True
+    ) -> None:
+        self.info = info
+        self._adapter = adapter
+        self._signature = signature
+        self._check_finite = check_finite
+        self._may_join = signature.is_batched
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> OneShotRunner:
+        """Load the model. Raise `ConfigError`."""
+        begin = time.monotonic()
+        if progress is not None:
+            progress("load", 0.0)
+        adapter, signature = load_adapter(config)
+        max_items = config.max_num_batched_tokens if signature.is_batched else 1
+        num_rows = min(config.max_num_seqs, max_items)
+        info = RunnerInfo(
+            model=config.model,
+            architecture=config.adapter,
+            device=adapter.device,
+            dtype="",
+            vocab_size=1,
+            max_model_len=max_items + 1,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=max_items,
+            block_size=max_items + 1,
+            num_blocks=_BLOCKS_PER_ROW * num_rows,
+            weights_bytes=adapter.weights_bytes,
+            load_seconds=time.monotonic() - begin,
+            signature=signature,
+        )
+        return cls(adapter, signature, info, check_finite=config.check_finite)
+
+    def launch(self, batch: ScheduledBatch) -> FinishedRun:
+        """Run the batch's requests, all of which are new."""
+        by_row = {new.row: new.request for new in batch.new_rows}
+        requests = [by_row[row] for row in batch.rows.tolist()]
+        tokens = np.zeros(len(requests), np.int32)
+        for index, (request, result) in enumerate(zip(requests, self._results(requests), strict=True)):
+            request.inputs = None
+            if isinstance(result, TidewheelError):
+                request.error, tokens[index] = result, SampledTokens.NOT_FINITE
+            else:
+                request.outputs = result
+        return FinishedRun(SampledTokens(batch.step_id, tokens))
+
+    def _results(self, requests: Sequence[Request]) -> list[Arrays | TidewheelError]:
+        inputs = [request.inputs or {} for request in requests]
+        if len(inputs) > 1 and self._may_join:
+            try:
+                return [self._checked(outputs) for outputs in self._run_joined(inputs)]
+            except Exception as error:
+                log.warning("a batch of %d requests failed, and each is tried alone: %s", len(inputs), _reason(error))
+        return [self._run_alone(each) for each in inputs]
+
+    def _run_alone(self, inputs: Arrays) -> Arrays | TidewheelError:
+        try:
+            specs = self._signature.inputs
+            outputs = self._adapter.run({spec.name: self._joined(spec, [inputs]) for spec in specs})
+            return self._checked(self._cut(outputs, inputs))
+        except Exception as error:
+            return ModelFailed(f"the model raised an error for this request: {_reason(error)}")
+
+    def _run_joined(self, inputs: Sequence[Arrays]) -> list[Arrays]:
+        """Run several requests as one. Raise what the model raises, and `ValueError` for outputs of other sizes."""
+        specs = self._signature.inputs
+        outputs = self._adapter.run({spec.name: self._joined(spec, inputs) for spec in specs})
+        batched = next(spec for spec in specs if spec.batch_axis is not None)
+        counts = [each[batched.name].shape[batched.batch_axis or 0] for each in inputs]
+        ends = list(itertools.accumulate(counts))
+        for spec in self._signature.outputs:
+            if outputs[spec.name].shape[spec.batch_axis or 0] != ends[-1]:
+                self._may_join = False
+                shape = list(outputs[spec.name].shape)
+                raise ValueError(
+                    f"{spec.name} has shape {shape} for {ends[-1]} items: from now on each request runs alone"
+                )
+        return [
+            self._cut(
+                {spec.name: _part(spec, outputs[spec.name], end - count, end) for spec in self._signature.outputs},
+                each,
+            )
+            for count, end, each in zip(counts, ends, inputs, strict=True)
+        ]
+
+    def _joined(self, spec: TensorSpec, inputs: Sequence[Arrays]) -> Array:
+        """Return an input of several requests in one array: the request's own if it is alone and needs no padding."""
+        arrays = [each[spec.name] for each in inputs]
+        shape = list(self._signature.padded(spec, arrays[0].shape))
+        axis = spec.batch_axis
+        if axis is None or len(arrays) == 1:
+            if shape == list(arrays[0].shape):
+                return arrays[0]
+            arrays, axis = arrays[:1], axis or 0
+        shape[axis] = sum(array.shape[axis] for array in arrays)
+        joined, begin = np.zeros(shape, arrays[0].dtype), 0
+        for array in arrays:
+            place = [slice(size) for size in array.shape]
+            place[axis] = slice(begin, begin := begin + array.shape[axis])
+            joined[tuple(place)] = array
+        return joined
+
+    def _cut(self, outputs: Arrays, inputs: Arrays) -> Arrays:
+        """Cut padding off dimensions that an output shares with a padded input."""
+        sizes = self._signature.sizes(inputs) if self._signature.buckets else {}
+        if not sizes:
+            return outputs
+        return {
+            spec.name: outputs[spec.name][tuple(slice(sizes.get(str(dim))) for dim in spec.dims)]
+            for spec in self._signature.outputs
+        }
+
+    def _checked(self, outputs: Arrays) -> Arrays | TidewheelError:
+        for name, array in outputs.items() if self._check_finite else ():
+            if array.dtype.kind == "f" and not _is_finite(array):
+                return NumericError(f"output {name} is not finite (NaN or infinite); only this request is affected")
+        return outputs
+
+
+def _part(spec: TensorSpec, array: Array, begin: int, end: int) -> Array:
+    return array[(*[slice(None)] * (spec.batch_axis or 0), slice(begin, end))]
+
+
+def _is_finite(array: Array) -> bool:
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum()) or np.isfinite(array).all())  # the sum may overflow
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_CHARS]}"

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidewheel.errors import ConfigError, InvalidRequest
+
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]  # by name of the tensor
+Buckets = Mapping[str, Sequence[int]]  # ascending sizes by name of the dimension
+
+DTYPES: Mapping[str, type[np.generic]] = {  # by Triton's names
+    "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
+    "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "FP16": np.float16,
+    "FP32": np.float32, "FP64": np.float64, "BYTES": np.object_,
+}  # fmt: skip
+_NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
+
+
+def dtype_name(array: Array) -> str:
+    """Return Triton's name of an array's dtype; BYTES for texts."""
+    return _NAMES.get(array.dtype, "BYTES" if array.dtype.kind in "SU" else str(array.dtype))
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str  # key of `DTYPES`
+    dims: tuple[int | str, ...]  # a dynamic dimension has a name
+    batch_axis: int | None = None  # where requests are joined; None: no batch dimension
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        pairs = zip(self.dims, shape, strict=False)
+        return len(shape) == len(self.dims) and all(dim == size or isinstance(dim, str) for dim, size in pairs)
+
+    def describe(self) -> str:
+        return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
+
+
+class Signature(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors of a model. `buckets`: sizes to which inputs are padded."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    buckets: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def is_batched(self) -> bool:
+        return any(spec.batch_axis is not None for spec in self.inputs)
+
+    def with_settings(self, batch_axes: Mapping[str, int | None], buckets: Buckets) -> Signature:
+        """Return the signature with an entry's settings. Raise `ConfigError` if they do not fit the model.
+
+        By default, requests are joined along axis 0 if it is dynamic, and of one name, in all tensors.
+        """
+        tensors = (*self.inputs, *self.outputs)
+        _check_names("batch_axes", batch_axes, {spec.name for spec in tensors})
+        _check_names("buckets", buckets, {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)})
+        firsts = {spec.dims[0] if spec.dims else 0 for spec in tensors}
+        named = {dim for dim in firsts if "." not in str(dim)}  # others are named by the adapter
+        is_usual = len(named) <= 1 and all(isinstance(dim, str) for dim in firsts)
+        axes = {spec.name: 0 if is_usual else None for spec in tensors} | dict(batch_axes)
+        if batch_axes and any(axes[spec.name] is None for spec in self.outputs):
+            raise ConfigError(f"batch_axes is {dict(batch_axes)}: it must name an axis of each output")
+        for spec in tensors:
+            axis = axes[spec.name]
+            if axis is not None and (axis >= len(spec.dims) or not isinstance(spec.dims[axis], str)):
+                raise ConfigError(f"batch_axes names axis {axis} of {spec.describe()}: it is not dynamic")
+        inputs, outputs = (
+            tuple(msgspec.structs.replace(spec, batch_axis=axes[spec.name]) for spec in specs)
+            for specs in (self.inputs, self.outputs)
+        )
+        return Signature(inputs, outputs, {name: tuple(sorted(sizes)) for name, sizes in buckets.items()})
+
+    def check(self, tensors: Iterable[tuple[str, str, Sequence[int]]], max_items: int) -> int:
+        """Check (name, dtype, shape) of each input. Return the size of the batch dimension, 1 without one.
+
+        Raise `InvalidRequest`.
+        """
+        given = {name: (dtype, shape) for name, dtype, shape in tensors}
+        known = {spec.name for spec in self.inputs}
+        if given.keys() != known:
+            raise InvalidRequest(f"inputs are {', '.join(given) or 'missing'}: the model takes {', '.join(known)}")
+        items: dict[int, str] = {}
+        for spec in self.inputs:
+            dtype, shape = given[spec.name]
+            if dtype != spec.dtype or not spec.fits(shape):
+                raise InvalidRequest(f"input {spec.name} is {dtype} {list(shape)}: the model takes {spec.describe()}")
+            if spec.batch_axis is not None:
+                items[shape[spec.batch_axis]] = spec.name
+            self.padded(spec, shape)
+        if len(items) > 1:
+            sizes = " and ".join(f"{size} in {name}" for size, name in items.items())
+            raise InvalidRequest(f"the batch dimension is {sizes}: it must be the same in all inputs")
+        size = next(iter(items), 1)
+        if not 1 <= size <= max_items:
+            raise InvalidRequest(
+                f"the batch dimension is {size}: it must be 1 to {max_items} (max_num_batched_tokens)"
+            )
+        return size
+
+    def padded(self, spec: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return an input's shape, each dimension padded to its bucket. Raise `InvalidRequest` beyond the last."""
+        return tuple(self._bucket_size(spec, dim, size) for dim, size in zip(spec.dims, shape, strict=True))
+
+    def _bucket_size(self, spec: TensorSpec, dim: int | str, size: int) -> int:
+        sizes = self.buckets.get(dim, ()) if isinstance(dim, str) else ()
+        found = next((one for one in sizes if one >= size), None if sizes else size)
+        if found is None:
+            raise InvalidRequest(f"dimension {dim} of {spec.name} is {size}: at most {sizes[-1]} is served (buckets)")
+        return found
+
+    def bucket(self, inputs: Arrays) -> str:
+        """Return the key of requests that may be joined: padded shapes, and values of inputs without a batch."""
+        parts = []
+        for spec in self.inputs:
+            array = inputs[spec.name]
+            shape = list(self.padded(spec, array.shape))
+            if spec.batch_axis is not None:
+                del shape[spec.batch_axis]
+            elif self.is_batched:
+                parts.append(blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest())
+            parts.append("x".join(map(str, shape)))
+        return ",".join(parts) or "-"
+
+    def sizes(self, inputs: Arrays) -> dict[str, int]:
+        """Return the sizes of dimensions with buckets, before padding."""
+        return {
+            dim: size
+            for spec in self.inputs
+            for dim, size in zip(spec.dims, inputs[spec.name].shape, strict=True)
+            if isinstance(dim, str) and dim in self.buckets
+        }
+
+
+def _check_names(setting: str, given: Iterable[str], known: set[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{setting} names {name!r}: the model has {', '.join(sorted(known)) or 'none'}")

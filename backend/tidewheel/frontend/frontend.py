@@ -266,6 +266,8 @@ class Frontend:
     def _answer(self, request: LiveRequest, now_ns: int) -> None:
         try:
             answer = self._next_answer(request, now_ns)
+        except TidewheelError as error:
+            answer = error
         except Exception:
             logger.exception("the output of a request could not be made into text")
             answer = InternalError("the output could not be made into text")

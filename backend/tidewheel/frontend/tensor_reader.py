@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import msgspec
 
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, EngineInfo, RequestStats
-from tidewheel.engine.requests import check_request
-from tidewheel.errors import InvalidRequest
+from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from tidewheel.frontend.output import OutputChunk, Outputs, Response
 from tidewheel.frontend.request_parameters import AnyTask, GenerateRequest, parse_parameters
 from tidewheel.frontend.request_reader import PreparedRequest
 from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import Arrays
+from tidewheel.request import FinishReason
 from tidewheel.sampling import SamplingParams
 
 
@@ -51,7 +51,6 @@ class TensorReader:
             soft_deadline_ns=options.soft_deadline_ns(arrival_ns),
             request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         )
-        check_request(message, self._info)
         return PreparedRequest(message, TensorOutputs(items, arrival_ns))
 
     def close(self) -> None:
@@ -91,7 +90,10 @@ class TensorOutputs(Outputs):
         return []
 
     def end(self, finish_reason: str) -> None:
-        self._finish_reason = self._finish_reason or finish_reason
+        """Raise `Cancelled` or `DeadlineExceeded`: a part of the outputs is none."""
+        if finish_reason == FinishReason.DEADLINE:
+            raise DeadlineExceeded("the deadline passed before the outputs were computed")
+        raise Cancelled("the request was cancelled before its outputs were computed")
 
     def take(self) -> Response:
         return [

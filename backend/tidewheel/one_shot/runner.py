@@ -89,7 +89,8 @@ class OneShotRunner:
             try:
                 return [self._checked(outputs) for outputs in self._run_joined(inputs)]
             except Exception as error:
-                log.warning("a batch of %d requests failed, and each is tried alone: %s", len(inputs), _reason(error))
+                kind = type(error).__name__  # its text may quote inputs
+                log.warning("a batch of %d requests raised %s: each is tried alone", len(inputs), kind)
         return [self._run_alone(each) for each in inputs]
 
     def _run_alone(self, inputs: Arrays) -> Arrays | TidewheelError:
@@ -101,7 +102,7 @@ class OneShotRunner:
             return ModelFailed(f"the model raised an error for this request: {_reason(error)}")
 
     def _run_joined(self, inputs: Sequence[Arrays]) -> list[Arrays]:
-        """Run several requests as one. Raise what the model raises, and `ValueError` for outputs of other sizes."""
+        """Run several requests as one. Raise what the model raises, or `ValueError` for outputs of other sizes."""
         specs = self._signature.inputs
         outputs = self._adapter.run({spec.name: self._joined(spec, inputs) for spec in specs})
         batched = next(spec for spec in specs if spec.batch_axis is not None)
@@ -111,9 +112,8 @@ class OneShotRunner:
             if outputs[spec.name].shape[spec.batch_axis or 0] != ends[-1]:
                 self._may_join = False
                 shape = list(outputs[spec.name].shape)
-                raise ValueError(
-                    f"{spec.name} has shape {shape} for {ends[-1]} items: from now on each request runs alone"
-                )
+                log.warning("%s is %s for %d items: from now on each request runs alone", spec.name, shape, ends[-1])
+                raise ValueError
         return [
             self._cut(
                 {spec.name: _part(spec, outputs[spec.name], end - count, end) for spec in self._signature.outputs},

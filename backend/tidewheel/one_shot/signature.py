@@ -59,7 +59,6 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
         """
         tensors = (*self.inputs, *self.outputs)
         _check_names("batch_axes", batch_axes, {spec.name for spec in tensors})
-        _check_names("buckets", buckets, {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)})
         firsts = {spec.dims[0] if spec.dims else 0 for spec in tensors}
         named = {dim for dim in firsts if "." not in str(dim)}  # others are named by the adapter
         is_usual = len(named) <= 1 and all(isinstance(dim, str) for dim in firsts)
@@ -70,6 +69,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
             axis = axes[spec.name]
             if axis is not None and (axis >= len(spec.dims) or not isinstance(spec.dims[axis], str)):
                 raise ConfigError(f"batch_axes names axis {axis} of {spec.describe()}: it is not dynamic")
+        others = [dim for spec in self.inputs for axis, dim in enumerate(spec.dims) if axis != axes[spec.name]]
+        _check_names("buckets", buckets, {dim for dim in others if isinstance(dim, str)})
         inputs, outputs = (
             tuple(msgspec.structs.replace(spec, batch_axis=axes[spec.name]) for spec in specs)
             for specs in (self.inputs, self.outputs)

@@ -211,6 +211,8 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
         return [f"  {model.name}: the engine of {model.engine_of}, for /infer and unary gRPC"]
     if info is None:
         return [f"  {model.name}: backend {model.backend}"]
+    if info.signature is not None:
+        return [f"  {model.name}: {info.describe()[0].removeprefix('model: ')}", f"    {info.describe()[1]}"]
     return [
         f"  {model.name}: {info.architecture}, {info.dtype}, on {info.device}, {info.implementation}; "
         f"loaded in {info.load_seconds:.1f} s",

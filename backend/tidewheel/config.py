@@ -281,7 +281,7 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "load_format", "seed", "max_model_len", "generation_config", "override_generation_config", "max_logprobs",
     "kv_cache_dtype", "block_size", "num_blocks", "kv_cache_memory_mb", "gpu_memory_utilization", "enforce_eager",
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
-    "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions", "admit_by_growth",
+    "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
     "target_tpot_ms",
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.

@@ -43,7 +43,7 @@ ADAPTERS: Mapping[str, AdapterKind] = MappingProxyType(
 DEFAULTS: Mapping[str, object] = MappingProxyType(
     {
         "kind": "one_shot", "enable_prefix_caching": False, "cache_aware_order": False, "async_scheduling": False,
-        "max_num_seqs": 32, "max_num_batched_tokens": 32,
+        "admit_by_growth": False, "max_num_seqs": 32, "max_num_batched_tokens": 32,
     }
 )  # fmt: skip
 

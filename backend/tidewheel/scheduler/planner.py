@@ -155,11 +155,11 @@ class StepPlanner:
 
     def _has_turn(self, request: Request) -> bool:
         plan = self._plan
-        if not plan.may_share(level_of(self._state.policy, request)):
+        if not plan.may_share(level_of(self._state.policy, request)) or self._exceeds_batch(request):
             return False
         if self._may_make_way(request):
             return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
-        if plan.token_budget < 1 or self._needs_row() or self._exceeds_batch(request):
+        if plan.token_budget < 1 or self._needs_row():
             return False
         if plan.is_scarce:
             self._note_missing(request, self._state.find_hit(request))

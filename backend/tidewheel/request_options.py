@@ -30,7 +30,9 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: Annotated[
         int, Parameter("sequences, with seeds from `seed` on", (), ("num_return_sequences",), low=1, high=16)
     ] = 1
-    priority: Annotated[Priority, _option("class from 1 (critical) to 4 (low); 0: the default")] = Priority.NORMAL
+    priority: Annotated[
+        Priority, _option("class from 1 (critical) to 4 (low); 0: the default", aliases=("qos_class",))
+    ] = Priority.NORMAL
     tenant: Annotated[
         str, _option("tenant whose rates and quotas count", max_chars=MAX_TENANT_CHARS, is_printable=True)
     ] = ""

@@ -159,7 +159,7 @@ def test_one_clear_error_each(
 
 def test_request_parameters_are_those_of_every_model(served: Server) -> None:
     x = {"x": np.ones((1, 4), np.float32)}
-    asked = {"priority": 1, "tenant": "acme", "deadline_ms": 60_000}
+    asked = {"qos_class": 1, "tenant": "acme", "deadline_ms": 60_000}
     assert infer(served, tritonclient.grpc, "scaled", x, "y", parameters=asked).shape == (1, 2)
     with pytest.raises(InferenceServerException, match=r"TW-INPUT.*temperature"):
         infer(served, tritonclient.grpc, "scaled", x, "y", parameters={"temperature": 1})

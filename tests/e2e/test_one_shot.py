@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.util
+import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,3 +202,39 @@ def test_check_names_what_is_wrong(repository: Path, tmp_path: Path, capsys: pyt
     assert main(["check", str(tmp_path)]) != 0
     out = capsys.readouterr().out
     assert "model.onnx cannot be loaded" in out and "TYPE_FP64" in out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("silero_vad") is None, reason="pip install --no-deps silero-vad")
+def test_a_detector_of_speech_carries_its_state_through_batches(tmp_path: Path) -> None:
+    (place,) = importlib.util.find_spec("silero_vad").submodule_search_locations
+    file = Path(place) / "data" / "silero_vad.onnx"
+    axes = json.dumps({"input": 0, "state": 1, "sr": None, "output": 0, "stateN": 1})
+    (tmp_path / "vad" / "1").mkdir(parents=True)
+    shutil.copy(file, tmp_path / "vad" / "1" / "model.onnx")
+    (tmp_path / "vad" / "1" / "model.json").write_text(json.dumps({"batch_axes": json.loads(axes)}))
+    (tmp_path / "vad" / "config.pbtxt").write_text(OURS)
+    session, rate = onnxruntime.InferenceSession(str(file)), np.array(16000)
+    speech = np.random.default_rng(4).standard_normal((6, 5, 1, 512)).astype(np.float32)
+
+    def alone(windows: Array) -> list[Array]:
+        state, found = np.zeros((2, 1, 128), np.float32), []
+        for window in windows:
+            output, state = session.run(None, {"input": window, "state": state, "sr": rate})
+            found.append(output)
+        return found
+
+    def through(windows: Array) -> list[Array]:
+        state, found = np.zeros((2, 1, 128), np.float32), []
+        with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+            for window in windows:
+                arrays = {"input": window, "state": state, "sr": rate.reshape(1)}
+                answer = client.infer("vad", make_inputs(tritonclient.grpc, arrays))
+                state = answer.as_numpy("stateN")
+                found.append(answer.as_numpy("output"))
+        return found
+
+    server = wait_ready(start_server("--model-repository", str(tmp_path), log=tmp_path / "serve.log"))
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(through, speech))
+    assert stop_server(server) == 0
+    assert np.allclose(found, [alone(windows) for windows in speech], atol=1e-5)

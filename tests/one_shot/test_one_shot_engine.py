@@ -19,7 +19,7 @@ from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import DeadlineExceeded, InvalidRequest, ModelFailed, TidewheelError
 from tidewheel.frontend.coercion import ParameterSource
-from tidewheel.frontend.tensor_reader import TensorReader, TensorRequest
+from tidewheel.frontend.tensor_reader import TensorOutputs, TensorReader, TensorRequest
 from tidewheel.one_shot import runner as runner_module
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.runner import OneShotRunner
@@ -201,3 +201,10 @@ def test_a_recording_replays_with_its_buckets(make: Callable[..., Engine], tmp_p
     recording = Recording(path)
     result = replay(recording, scheduler_of(recording.header))
     assert (result.difference, result.num_steps, result.num_requests) == ("", 2, 4)
+
+
+@pytest.mark.parametrize(("reason", "tag"), [("deadline", "TW-DEADLINE"), ("cancelled", "TW-CANCELLED")])
+def test_an_end_without_outputs_is_an_error(reason: str, tag: str) -> None:
+    outputs = TensorOutputs(1, 0)
+    outputs.end(reason)
+    assert outputs.error is not None and outputs.error.tag == tag

@@ -44,14 +44,14 @@ _FORMS = ("accumulate", "is_logprobs_null", "is_trtllm", "one_by_one")  # no inp
 RETURN_FLAGS = tuple(f"return_{field.name}" for field in fields(ResponseFormat) if field.name not in _FORMS)
 
 
-class TensorDeclaration(NamedTuple):
+class DeclaredSpec(NamedTuple):
     name: str
     data_type: str  # as in `config.pbtxt`
     dims: tuple[int, ...] = (1,)
 
 
-def _specs(data_type: str, names: str, dims: tuple[int, ...] = (1,)) -> tuple[TensorDeclaration, ...]:
-    return tuple(TensorDeclaration(name, data_type, dims) for name in names.split())
+def _specs(data_type: str, names: str, dims: tuple[int, ...] = (1,)) -> tuple[DeclaredSpec, ...]:
+    return tuple(DeclaredSpec(name, data_type, dims) for name in names.split())
 
 
 _TYPES: Mapping[str, tuple[str, tuple[int, ...]]] = {
@@ -61,14 +61,14 @@ _TYPES: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def _parameter_specs() -> Iterator[TensorDeclaration]:
+def _parameter_specs() -> Iterator[DeclaredSpec]:
     for name, field in FIELDS.items():
         if field.parameter.is_tensor:
             data_type, dims = _TYPES[field.kind]
             if (field.parameter.high or 0) > MAX_INT32:
                 data_type = "TYPE_UINT64"
             for each in (name, *field.parameter.tensor_aliases):
-                yield TensorDeclaration(each, data_type, dims)
+                yield DeclaredSpec(each, data_type, dims)
 
 
 SAMPLING_INPUTS = (
@@ -155,11 +155,11 @@ def _is_trtllm(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("parameters", {}).get("io_dialect", {}).get("string_value") == "trtllm")
 
 
-def _known(*, is_trtllm: bool) -> dict[str, tuple[TensorDeclaration, ...]]:
+def _known(*, is_trtllm: bool) -> dict[str, tuple[DeclaredSpec, ...]]:
     return {"input": INPUTS, "output": TRTLLM_OUTPUTS if is_trtllm else OUTPUTS}
 
 
-def _refusal(kind: str, tensor: Mapping[str, Any], spec: TensorDeclaration | None, other_types: Mapping[str, str]) -> str:
+def _refusal(kind: str, tensor: Mapping[str, Any], spec: DeclaredSpec | None, other_types: Mapping[str, str]) -> str:
     if spec is None:
         return f"{kind} {tensor['name']!r} of config.pbtxt is unknown to this backend: leave it out"
     given, dims = tensor["data_type"], list(tensor["dims"])

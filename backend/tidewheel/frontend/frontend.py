@@ -266,8 +266,6 @@ class Frontend:
     def _answer(self, request: LiveRequest, now_ns: int) -> None:
         try:
             answer = self._next_answer(request, now_ns)
-        except TidewheelError as error:
-            answer = error
         except Exception:
             logger.exception("the output of a request could not be made into text")
             answer = InternalError("the output could not be made into text")
@@ -294,7 +292,7 @@ class Frontend:
         if outputs is None:  # cancelled before tokenisation, or nothing to generate
             return [OutputChunk(text=request.prepared.answer, finish_reason=ending.finish_reason)]
         outputs.end(ending.finish_reason)
-        return outputs.take()
+        return outputs.error or outputs.take()
 
     def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
         self._forget(request)

@@ -8,6 +8,7 @@ import numpy as np
 
 from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.engine.messages import WHOLE_REQUEST, Delta, RequestStats
+from tidewheel.errors import TidewheelError
 from tidewheel.frontend.tokenizer import Detokenizer, Tokenizer
 from tidewheel.one_shot.signature import Array
 from tidewheel.request import FinishReason, Pooling
@@ -222,6 +223,8 @@ class EmbeddingStream(OutputStream):
 
 class Outputs:
     """Outputs of all sequences of a request, opened at the first output. Not thread-safe."""
+
+    error: TidewheelError | None = None  # after `end`: there is no part to send
 
     def __init__(self, tokenizer: Tokenizer | None, given: Generation, arrival_ns: int) -> None:
         self.num_input_tokens = len(given.prompt_ids)

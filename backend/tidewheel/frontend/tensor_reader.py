@@ -90,10 +90,8 @@ class TensorOutputs(Outputs):
         return []
 
     def end(self, finish_reason: str) -> None:
-        """Raise `Cancelled` or `DeadlineExceeded`: a part of the outputs is none."""
-        if finish_reason == FinishReason.DEADLINE:
-            raise DeadlineExceeded("the deadline passed before the outputs were computed")
-        raise Cancelled("the request was cancelled before its outputs were computed")
+        kind = DeadlineExceeded if finish_reason == FinishReason.DEADLINE else Cancelled
+        self.error = kind("the request ended before its outputs were computed")
 
     def take(self) -> Response:
         return [

@@ -47,8 +47,11 @@ INLINE floats load_halves(const uint16_t *from) {
 #if defined __AVX512F__
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #else
-    ints halves = __builtin_convertvector(*(const halves_t *)from, ints); /* finite */
-    return (floats)((halves & 0x7fff) << 13) * 0x1p112f * (floats)((halves & 0x8000) << 16 | (int32_t)to_bits(1.0f));
+    /* Without a factor of 2^112, which the compiler may multiply sums by first: they became infinite. */
+    ints halves = __builtin_convertvector(*(const halves_t *)from, ints), small = (halves & 0x7c00) == 0; /* finite */
+    floats size = (floats)(((halves & 0x7fff) << 13) + (112 << 23) + (small & 1 << 23));
+    size -= (floats)(small & (int32_t)to_bits(0x1p-14f));
+    return (floats)((ints)size | (halves & 0x8000) << 16);
 #endif
 }
 

@@ -21,7 +21,7 @@ from support.frontend.front_ends import FrontendHarness, delta, error_info, logp
 from tidewheel.batch import Int32Array
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
-from tidewheel.frontend import request_reader, threads
+from tidewheel.frontend import admission_gate, request_reader
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.output import Response
 from tidewheel.frontend.request_parameters import GenerateRequest
@@ -424,7 +424,7 @@ def test_a_refused_request_is_freed_at_once(harness: FrontendHarness) -> None:
 
 
 def test_too_much_waits_for_the_tokenizer(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_MAX_REQUESTS", 0)
+    monkeypatch.setattr(admission_gate, "_MAX_REQUESTS", 0)
     assert harness.refuse(text="x").startswith("[TW-BUSY retry_after_ms=250] ")
     monkeypatch.undo()
     harness.frontend._prompts._max_bytes = 10

@@ -51,7 +51,7 @@ class Generator:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Generator:
-        """Load the model and its tokenizer. Raise `ConfigError`."""
+        """Load model and tokenizer. Raise `ConfigError`."""
         device = resolve_device(config)
         folder = resolve_folder(config.model, config.revision, config.download_dir)
         dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)

@@ -1,8 +1,7 @@
 """Values that scheduler and runner exchange in a step.
 
 A *row*, the index of a running sequence, is in ``[0, max_num_seqs)``. The runner keeps tokens, block table and
-sampling state per row, and writes each sampled token there; a batch carries only changes. So a step can be scheduled
-before the previous step's tokens are read.
+sampling state per row, and writes each sampled token there; a batch carries only changes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class TransferArrays(NamedTuple):
 
     copy_sources: Int32Array  # [c]
     copy_targets: Int32Array  # [c]
-    swap_out_blocks: Int32Array  # [o] as earlier steps left them
+    swap_out_blocks: Int32Array  # [o]
     swap_out_slots: Int32Array  # [o]
     swap_in_slots: Int32Array  # [i]
     swap_in_blocks: Int32Array  # [i]
@@ -66,7 +65,7 @@ class ScheduledBatch:
     start_positions: Int32Array  # [n] tokens with KV in the cache
     num_scheduled_tokens: Int32Array  # [n]
     samples: BoolArray  # [n] true if the chunk reaches the last token
-    num_decodes: int  # leading rows with one token
+    num_decodes: int
     num_tokens: int  # sum of num_scheduled_tokens
     new_rows: tuple[NewRow, ...] = ()
     freed_rows: Int32Array = field(default_factory=no_ids)  # left since the last batch; applied before new_rows

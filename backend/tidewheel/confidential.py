@@ -37,7 +37,7 @@ class TracebackFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, layout: str | None = None) -> None:
-    """Log to standard error, from `level` on, with tracebacks by `TracebackFormatter`."""
+    """Log to standard error, from `level` on, with `TracebackFormatter`."""
     handler = logging.StreamHandler()
     handler.setFormatter(TracebackFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])

@@ -30,7 +30,7 @@ class EventHeap(Generic[T]):
         return (event.subject for event in self._heap)
 
     def push(self, time: float, subject: T, num_live: int) -> None:
-        """Add an event. `num_live`: upper bound on the live events already in the heap."""
+        """`num_live`: upper bound on the live events already in the heap."""
         if len(self._heap) >= 2 * num_live + _SLACK:
             self._heap = [event for event in self._heap if self._is_live(event)]
             heapq.heapify(self._heap)

@@ -75,8 +75,6 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenGrammar:
-    """Grammar compiled over a model's tokens."""
-
     start: LLMatcher  # before the first token
     pool: LLExecutor
     end_bit: int  # of a mask: the answer may end

@@ -66,7 +66,6 @@ CACHE_BLOCKS = _gauge("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks", la
 CACHE_CONFIG = _gauge("vllm:cache_config_info", "1; its labels are the size of the KV cache")
 ENGINE_READY = _gauge("tidewheel_engine_ready", "1 if the engine takes requests, 0 if it does not")
 
-# Counters of the engine.
 PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up", "num_prefix_queries")
 PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens found", "num_prefix_hits")
 PREEMPTIONS = _counter("vllm:num_preemptions_total", "Preemptions", "num_preemptions")
@@ -161,7 +160,6 @@ OLD_INTER_TOKEN_LATENCY = _histogram(
     "vllm:time_per_output_token_seconds", "Token to token, older name", "inter_token_latency"
 )
 
-# The gateway's own figures.
 GATEWAY_REQUESTS = _gateway_counter("tidewheel_gateway_requests_total", "answered requests", label="path and status")
 GATEWAY_ERRORS = _gateway_counter("tidewheel_gateway_errors_total", "requests that ended with an error", label="tag")
 GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests without a whole answer")
@@ -174,11 +172,9 @@ UPSTREAM_OPEN = _gateway_gauge(
     "tidewheel_gateway_upstream_open_requests", "requests that a server works on", label="upstream"
 )
 
-# The port of /ready and /live.
 SERVER_READY = _health_gauge("tidewheel_ready", "1 if /ready says 200, else 0")
 SERVER_LIVE = _health_gauge("tidewheel_live", "1 if /live says 200, else 0")
 
-# Triton's own that are read here.
 TRITON_GPU_USE = _triton_gauge("nv_gpu_utilization", "Use of a GPU")
 TRITON_CPU_USE = _triton_gauge("nv_cpu_utilization", "Use of the CPU")
 TRITON_INFERENCES = _triton_counter("nv_inference_count", "Inferences")

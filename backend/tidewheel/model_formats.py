@@ -1,5 +1,3 @@
-"""Model formats that are not served, and what to do instead."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

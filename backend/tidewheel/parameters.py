@@ -145,7 +145,7 @@ def check_count(name: str, count: int, limit: int | None) -> None:
 
 
 def control_character(text: str) -> str:
-    """Return a text about the first control character and its position; empty without one."""
+    """Describe the first control character and its position; empty without one."""
     found = _CONTROL.search(text)
     return f"the control character U+{ord(found[0]):04X} at position {found.start()}" if found else ""
 

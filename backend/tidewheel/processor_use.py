@@ -1,5 +1,3 @@
-"""Processor time, as Linux counts it in /proc."""
-
 from __future__ import annotations
 
 import contextlib
@@ -24,7 +22,7 @@ class ProcessorUse(NamedTuple):
 
 
 class ProcessorMeter:
-    """Reader of `ProcessorUse` since the last reading, for this process and others of the same server."""
+    """Reader of `ProcessorUse` since the last reading, for the processes of a server."""
 
     def __init__(self, *others: int, counts_waits: bool = False) -> None:
         self._others, self._counts_waits = others, counts_waits
@@ -66,5 +64,5 @@ def _idle_seconds() -> float:
 def _waited_seconds() -> Iterator[float]:
     """Yield the seconds that each living thread of this process spent in run queues."""
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             yield int((thread / "schedstat").read_bytes().split()[1]) * 1e-9

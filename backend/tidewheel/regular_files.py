@@ -14,7 +14,7 @@ MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read. Raise `OSError` for a pipe or device, whose read might never end."""
+    """Raise `OSError` for a pipe or device, whose read might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,5 +1,3 @@
-"""Request as scheduler and engine see it: token ids in, token ids out."""
-
 from __future__ import annotations
 
 import enum
@@ -132,13 +130,13 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Return whether this request has log-probabilities of its prompt left to compute; false for followers."""
+        """Return whether prompt log-probabilities are left to compute; false for followers."""
         is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
         return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def needs_all_states(self) -> bool:
-        """Return whether the whole prompt must be computed, without cached blocks."""
+        """Return whether the prompt must be computed without cached blocks."""
         return self.scores_prompt or self.pooling == "mean"
 
     def pool(self, start: int, states: npt.NDArray[np.float32]) -> None:
@@ -155,7 +153,7 @@ class Request:
 
     @property
     def is_new(self) -> bool:
-        """Return whether neither the request nor its leader has ever run. Only new requests are evicted."""
+        """Return whether neither request nor leader has run. Only new requests are evicted."""
         leader = self.leader
         return self.first_scheduled_time is None and (leader is None or leader.first_scheduled_time is None)
 

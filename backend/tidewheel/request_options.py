@@ -1,5 +1,3 @@
-"""Parameters of a request other than sampling: how to serve it, and how to tokenise its prompt."""
-
 from __future__ import annotations
 
 from functools import partial

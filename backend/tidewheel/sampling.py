@@ -26,7 +26,7 @@ _BIAS = Parameter("bias", low=-MAX_BIAS, high=MAX_BIAS)
 
 
 class TopLogprobs(NamedTuple):
-    """Log-probabilities at one position: of the chosen and the likeliest tokens."""
+    """Log-probabilities at one position."""
 
     logprob: float  # of the sampled token, before temperature and truncation
     rank: int  # of the sampled token, 1 = most likely; ties share the last
@@ -35,7 +35,7 @@ class TopLogprobs(NamedTuple):
 
 
 class LogitBias(NamedTuple):
-    """Logit biases as two arrays, token ids (ascending) and amounts."""
+    """Logit biases by ascending token id."""
 
     token_ids: npt.NDArray[np.int32]  # [num_entries]
     amounts: npt.NDArray[np.float32]  # [num_entries]

@@ -61,12 +61,11 @@ class Objective:
     tpot_s: float = DEFAULT_TPOT_S
 
     def whole_answer_s(self, num_output_tokens: int) -> float:
-        """Return the seconds within which a whole answer is in time."""
         return self.ttft_s + self.tpot_s * max(num_output_tokens - 1, 0)
 
 
 class TenantFigures(msgspec.Struct):
-    """Counts of a tenant's sequences and tokens, and seconds in the queue, since the engine's start."""
+    """Counts and queue seconds of a tenant since the engine's start."""
 
     num_requests: int = 0
     num_rejected: int = 0
@@ -92,7 +91,7 @@ class EngineStats(msgspec.Struct):
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_preemptions: int = 0
-    step_seconds: float = 0.0  # sum
+    step_seconds: float = 0.0
     busy_fraction: float = 0.0  # since the last snapshot
     waiting_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     num_swap_preemptions: int = 0

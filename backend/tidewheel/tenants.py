@@ -50,7 +50,7 @@ class TenantLimits:
             raise ConfigError(f"each is {self.each!r}: it must be true or false")
 
     def granted(self, asked: Priority) -> Priority:
-        """Return the lower of the requested class and the tenant's best allowed class."""
+        """Return the requested class, limited by the tenant's best."""
         return max(asked, Priority(self.max_priority))
 
 
@@ -63,7 +63,7 @@ def limits_of(tenants: Mapping[str, TenantLimits], tenant: str) -> TenantLimits:
 
 
 def account_of(tenants: Mapping[str, TenantLimits], tenant: str) -> str:
-    """Return the name under which a tenant's rates and sessions count: `*` if unknown, unless `*` sets `each`."""
+    """Return the account of a tenant's rates and sessions: `*` if unknown, unless `*` sets `each`."""
     has_own = tenant in tenants or tenants.get(EVERYBODY, NO_LIMITS).each
     return tenant if has_own else EVERYBODY
 

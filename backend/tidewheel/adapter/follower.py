@@ -1,5 +1,3 @@
-"""Front ends of a model instance: the current one, and older ones that still have requests."""
-
 from __future__ import annotations
 
 import contextlib

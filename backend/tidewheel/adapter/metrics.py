@@ -29,7 +29,7 @@ Labels = Mapping[str, str]
 FLUSH_INTERVAL_S = 0.4
 RENEWAL = 25  # flushes after which gauges are sent again: another front end may have cleared them
 MAX_OBSERVATIONS = 64  # per histogram and flush: 160 a second
-MAX_WAITING = 1024  # values of a histogram, for later flushes
+MAX_WAITING = 1024
 MAX_RESTING = 1 << 16  # more, for a time without live requests
 CLASSES = tuple(priority.name.lower() for priority in Priority)
 _ROUNDING = 1e-6  # of sums of shares
@@ -177,7 +177,7 @@ class EngineMetrics:
         self.restarts = NumberSeries(metrics.ENGINE_RESTARTS, labels)
 
     def publish(self, stats: EngineStats, *, is_ours: bool = True, has_time: bool = False) -> bool:
-        """Publish like `SeriesTable.publish`. Figures of another owner are noted, to go on from after a takeover."""
+        """Publish as `SeriesTable.publish`; without `is_ours`, note the figures for a takeover."""
         has_cache = stats.num_blocks > 0
         used = stats.num_blocks - stats.num_free_blocks
         blocks = {"max": stats.num_blocks, "used": used, "tokens_per": has_cache * self._block_size}

@@ -83,7 +83,6 @@ def read_entry(args: Mapping[str, str]) -> ModelEntry:
 
 
 def resolve_settings(entry: ModelEntry) -> ModelSettings:
-    """Return engine and front-end settings of an entry."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
     completed = with_kind(settings, entry.folder / entry.version)

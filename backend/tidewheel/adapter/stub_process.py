@@ -1,4 +1,4 @@
-"""Presence marks and inherited connections of front ends. A mark outlives a dead front end; an unload removes it."""
+"""Presence marks of front ends. A mark outlives a dead front end; an unload removes it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_mark(pid: int, start_ticks: int) -> PresenceMark | None:
 
 
 def front_ends(model: str) -> set[str]:
-    """Return names of the presence marks of a model's front ends."""
+    """Return names of a model's presence marks."""
     marks = ((path, _read(path)) for path in (run_dir() / _FOLDER).glob("*"))
     return {path.name for path, mark in marks if mark is not None and mark.model == model}
 
@@ -96,7 +96,7 @@ def is_stub() -> bool:
 def close_inherited_connections() -> None:
     """Close the internet sockets that this process inherited from Triton. Call it before opening any."""
     for path in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):
             if stat.S_ISSOCK(path.stat().st_mode):
                 found = socket.socket(fileno=int(path.name))
                 if found.family not in _INTERNET:

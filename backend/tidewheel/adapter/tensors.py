@@ -1,4 +1,4 @@
-"""Input and output tensors: those of Triton's vLLM backend and the TRT-LLM ensemble, and our own."""
+"""Input and output tensors of Triton's vLLM backend, the TRT-LLM ensemble, and Tidewheel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """Optional output tensors that a request wants, and their form."""
+    """Requested optional output tensors, and their form."""
 
     finish_reason: bool = False
     cumulative_logprob: bool = False
@@ -108,7 +108,7 @@ TRTLLM_OUTPUTS = (
 )
 
 
-# Clients of older releases of the ensemble send integers as UINT32.
+# Clients of older ensembles send integers as UINT32.
 _OLDER_TYPES = {"TYPE_INT32": "TYPE_UINT32"}
 
 

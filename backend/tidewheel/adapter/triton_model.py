@@ -59,7 +59,7 @@ class TritonPythonModel:
         self._presence = Presence(args["model_name"])
 
     def is_ready(self) -> bool:
-        """Return whether requests are accepted. Triton asks since python_backend's pull request 430."""
+        """Return whether requests are accepted. Triton calls this hook."""
         return self._follower.serving.client.readiness.is_ready
 
     def execute(self, requests: Sequence[Any]) -> None:

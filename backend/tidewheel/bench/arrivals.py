@@ -1,4 +1,4 @@
-"""Times at which a benchmark sends requests. A closed loop sends when a request ends, so it hides overload."""
+"""Times at which a benchmark sends requests."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class PointWatch:
         return self.verdict is not None
 
     def is_settled(self, outcomes: Sequence[RequestOutcome], now: float) -> bool:
-        """Return whether the verdict is final: it is `MISSED`, or all requests have ended or are too late."""
+        """Return whether the verdict is final: `MISSED`, or all requests ended or too late."""
         return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
     def _is_settled(self, outcome: RequestOutcome, now: float) -> bool:

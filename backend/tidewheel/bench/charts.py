@@ -14,7 +14,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8
 GREYS = ("#555555", "#999999")
 INK, GRID = "#222222", "#DDDDDD"
 MARKERS = "osD^vPX<>"
-WIDTH = 9.0  # inches, 900 pixels of a page: 10 points are 14 pixels
+WIDTH = 9.0  # inches: 900 pixels of a page
 _MOST_DECADES = 2.3
 _MOST_ENTRIES = 6
 

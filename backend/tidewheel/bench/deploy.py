@@ -61,7 +61,7 @@ class TargetEndpoint(NamedTuple):
 def deployed(
     deployment: Deployment, targets: Sequence[BenchTarget], *, with_ids: bool
 ) -> Iterator[dict[str, TargetEndpoint]]:
-    """Start all targets; yield their endpoints by name. Raise `BenchError` or `ConfigError`."""
+    """Start all targets. Raise `BenchError` or `ConfigError`."""
     places: dict[str, TargetEndpoint] = {}
     with contextlib.ExitStack() as stack:
         if served := [target for target in targets if target.is_served_here]:

@@ -31,7 +31,7 @@ def command_line(program: str, arguments: Sequence[str]) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Return the text with absolute paths, also in `option=path`, cut to their last part."""
+    """Cut absolute paths, also in `option=path`, to their last part."""
     return re.sub(r"(^|=)/(?:[^/=]+/)*", r"\1", text)
 
 

@@ -37,7 +37,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def t_interval(samples: Sequence[float]) -> Estimate:
-    """Return the mean of the samples, NaN left out, with Student's 95 % interval."""
+    """Return the mean with Student's 95 % interval, NaN left out."""
     seen = [value for value in samples if not math.isnan(value)]
     if not seen:
         return UNKNOWN

@@ -59,11 +59,11 @@ class Experiment:
         self._runner.close()
 
     def measure(self, stage: PlannedStage) -> StageResult:
-        """Run a stage; return its results. Raise `BenchError` if a target is missing. Finished runs stay recorded."""
+        """Raise `BenchError` if a target is missing. Finished runs stay recorded."""
         return self.measure_in_turns([stage])[0]
 
     def measure_in_turns(self, stages: Sequence[PlannedStage]) -> list[StageResult]:
-        """Alternate the runs of stages with equal targets, so that drift of the machine affects all alike."""
+        """Alternate the runs of stages with equal targets, so that machine drift affects all alike."""
         first = stages[0]
         results = [self._begin(stage) for stage in stages]
         turns = [(results[index], run) for index, run in in_turns(stages)]

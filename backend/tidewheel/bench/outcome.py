@@ -30,7 +30,7 @@ class OfferedRequest:
     input_ids: list[int]
     num_output_tokens: int
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    think_s: float = 0.0  # seconds before this turn
+    think_s: float = 0.0
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class ResultRecorder:
         return self._write(self.folder / "results.json", {"sample_columns": SAMPLE_COLUMNS, "stages": stages})
 
     def save_summaries(self, path: Path) -> Path:
-        """Write what was measured of each stage, without its runs, as a record for a repository."""
+        """Write each stage's figures, without its runs; return the file."""
         stages = [result.document() for result in self.stages if not result.stage.is_preliminary]
         for stage in stages:
             del stage["runs"]

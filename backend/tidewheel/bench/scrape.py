@@ -38,7 +38,7 @@ Sample = dict[str, float]
 
 def parse(text: str, model: str) -> Sample:
     """Return each metric's sum over series of `model` and series without a model. Raise `ValueError`."""
-    # Other lines are left out first: a page has a thousand, and the load generator waits.
+    # Other lines are left out first: parsing a thousand delays the load generator.
     figures = Figures.parse("".join(f"{line}\n" for line in text.splitlines() if line.startswith(_NAMES)))
     sample: Sample = {}
     for name in _NAMES:

@@ -25,7 +25,7 @@ TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
 LONGEST = 4.0  # time of an undecided point over the shortest
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SATURATION_USERS = 64
-RATES = (10, 100, 500)  # requests/s; 100: saturation
+RATES = (10, 100, 500)  # requests/s
 RATE_OF_SATURATION = 100
 OFFLINE_REQUESTS = 64
 _EQUAL = Lengths("constant", 72, maximum=72)

@@ -21,8 +21,7 @@ from tidewheel.workload.traces import NOBODY, Trace
 FIRST_ID = 4  # after special tokens
 _BLOCK = 256
 
-# Mean tokens of ShareGPT conversations: Kwon and others, "Efficient memory management for large language model
-# serving with PagedAttention", SOSP 2023, figure 11. Lognormal with sigma 1 is an assumption.
+# Mean tokens of ShareGPT (Kwon et al., PagedAttention, SOSP 2023, figure 11); lognormal sigma 1 is an assumption.
 SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA, SHAREGPT_MAX = 161.31, 337.99, 1.0, 1024
 
 

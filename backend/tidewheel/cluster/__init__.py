@@ -1,4 +1,4 @@
-"""Replicas of a server on Ray Serve, behind one gateway. Tokens bypass Ray."""
+"""Replicas of a server on Ray Serve, behind one gateway."""
 
 from typing import Any
 

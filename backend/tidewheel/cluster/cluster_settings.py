@@ -129,7 +129,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
 
 def read_settings(arguments: Mapping[str, object]) -> ClusterSettings:
-    """Return the settings. Raise `ClusterError` or `ConfigError` for a wrong argument."""
+    """Raise `ClusterError` or `ConfigError` for a wrong argument."""
     try:
         settings = msgspec.convert(arguments, ClusterSettings)
     except msgspec.ValidationError as error:

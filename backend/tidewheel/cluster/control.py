@@ -33,7 +33,7 @@ class ClusterStatus:
 
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    """Start the cluster and return the gateway's port. After an error, nothing remains."""
+    """Return the gateway's port. After an error, nothing remains."""
     settings.check()
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("Ray is not installed: pip install 'tidewheel[ray]'")
@@ -63,7 +63,7 @@ def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
 
 
 def status(folder: ClusterFolder) -> ClusterStatus:
-    """Return the cluster's state. Raise `ClusterError` without a cluster."""
+    """Raise `ClusterError` without a cluster."""
     settings = folder.settings
     with connected(folder):
         return _status(settings)

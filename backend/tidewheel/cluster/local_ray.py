@@ -64,7 +64,7 @@ _OPTIONS = (
 
 
 class ClusterFolder:
-    """Private folder of a cluster; every process of the cluster has its path in the environment."""
+    """Private folder of a cluster, whose processes have its path in the environment."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -97,7 +97,7 @@ class ClusterFolder:
 
     @property
     def settings(self) -> ClusterSettings:
-        """Settings of the running cluster. Raise `ClusterError` without one."""
+        """Raise `ClusterError` without a running cluster."""
         if not self.is_up:
             reason = f"Ray has ended: see {self.log}" if self.root.exists() else "start one with tidewheel cluster up"
             for log in self.ray.glob("session_2*/logs/ray_process_exit.log"):

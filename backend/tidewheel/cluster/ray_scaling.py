@@ -51,7 +51,7 @@ class _Counters(NamedTuple):
 
 class RayScaling:
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
-        """Make the named policy. Raise `ConfigError` for an unknown policy or wrong setting."""
+        """Raise `ConfigError` for an unknown policy or wrong setting."""
         self._policy = make_scaling(policy, ScalingSettings(**settings))
         self._clock = clock
         self._counters: dict[str, _Counters] = {}  # by replica

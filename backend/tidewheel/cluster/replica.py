@@ -125,7 +125,7 @@ class ServerChild:
         folder = self._made.enter_context(new_folder(base, _PREFIX))
         self._ports = folder / "ports.json"
         self.log = folder / "log"
-        self.num_restarts = 0  # of tritonserver
+        self.num_restarts = 0
         self._endpoints: Endpoints | None = None
         self._tritonserver: psutil.Process | None = None
         # `drain` comes before, and a killed replica's requests shall fail at once.

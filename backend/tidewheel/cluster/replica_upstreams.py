@@ -34,7 +34,7 @@ class ReplicaFeed:
         self.publish({key: one for key, one in self.replicas.items() if key != replica_id})
 
 
-FEED = ReplicaFeed()  # of this process: Ray makes the router, which has nothing else in common with the gateway
+FEED = ReplicaFeed()  # of this process, shared with the router that Ray makes
 
 
 class ReplicaUpstreams(Upstreams):
@@ -68,7 +68,7 @@ class ReplicaUpstreams(Upstreams):
         return "" if self._may_be_empty else "no replica has started"
 
     def model(self, name: str) -> str:
-        """Return the model name; any name is accepted until a replica has listed its models."""
+        """Accept any model name until a replica has listed its models."""
         return name if name and not self.models else super().model(name)
 
     def _read_feed(self) -> None:

@@ -69,7 +69,7 @@ def is_async(config: EngineConfig, device: str) -> bool:
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
-    """Return a scheduler. Raise as `scheduler_config`, or `ConfigError` for an unwritable `record`."""
+    """Raise as `scheduler_config`, or `ConfigError` for an unwritable `record`."""
     settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,
@@ -88,7 +88,7 @@ def session_limits(config: EngineConfig) -> SessionLimits:
 
 
 def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
-    """Return the scheduler's settings. Raise `ConfigError` for a quota above the cache's blocks."""
+    """Raise `ConfigError` for a quota above the cache's blocks."""
     tenants = parse_tenants(config.tenants)
     quotas = {f"tenants.{name}: max_blocks": limits.max_blocks for name, limits in tenants.items()}
     quotas["session_max_blocks"] = config.session_max_blocks

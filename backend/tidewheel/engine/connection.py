@@ -165,7 +165,7 @@ class Connection:
         return True
 
     def receive(self, timeout_ms: int = 0) -> list[messages.FromEngine]:
-        """Return received messages, after waiting at most `timeout_ms` for the first."""
+        """Return received messages; wait at most `timeout_ms` for the first."""
         received: list[messages.FromEngine] = []
         if timeout_ms:
             self._socket.poll(timeout_ms)

@@ -99,7 +99,7 @@ class EngineCore:
         self._deliver_ended(self._scheduler.fail_all(error))
 
     def step(self) -> bool:
-        """Run a step of the loop. Return False if there was nothing to do."""
+        """Run a step. Return False if there was nothing to do."""
         self._receive()
         now = self._clock()
         self._deliver_ended(self._scheduler.expire(now))

@@ -57,7 +57,7 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Connection of a front end to a folder's engine, which it starts or joins.
+    """Connection of a front end to an engine, which it starts or joins.
 
     An accepted request ends once, with a final delta or `on_lost`, unless it was cancelled before it was sent.
     """

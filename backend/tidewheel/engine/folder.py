@@ -159,7 +159,7 @@ def may_start(target: EngineTarget) -> bool:
 
 
 def take_back(model_dir: Path) -> None:
-    """Let the model's engine, ended to make room for another, start again."""
+    """Let an engine that ended to make room start again."""
     status = read_status(model_dir / CURRENT)
     if status is not None and status.is_draining and not status.is_alive:
         write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))

@@ -103,7 +103,7 @@ class FrontEnds:
         return list(ids.values())
 
     def list_requests(self, unfinished: Sequence[Request], now: float, limit: int) -> list[messages.RequestRow]:
-        """Return a line for each request, at most `limit`, in the order of their first sequences."""
+        """Return at most `limit` requests, in the order of their first sequences."""
         groups: dict[tuple[bytes, int], list[Request]] = {}
         for request in unfinished:
             route = self._routes.get(request.request_id)

@@ -79,7 +79,7 @@ class GrammarQueue:
         return ready
 
     def cancel(self, front_end: FrontEnd, key: int | None = None) -> bool:
-        """Remove the front end's request `key` (None: all its requests). Return whether one waited."""
+        """Remove the front end's request `key` (None: all). Return whether one waited."""
         num_before = len(self._waiting)
         self._waiting = [
             (owner, message)

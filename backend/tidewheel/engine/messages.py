@@ -89,7 +89,7 @@ class Goodbye(Message, frozen=True):
 
 
 class ListRequests(Message, frozen=True):
-    """Question for the unfinished requests, answered by `RequestList`."""
+    """Question answered by `RequestList`."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)]
 

@@ -1,4 +1,4 @@
-"""Engine process. It serves until SIGTERM, the removal of its folder, or some time without front ends."""
+"""Engine process. It ends by SIGTERM, removal of its folder, or some time without front ends."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     protect_texts()
     log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # log all threads' stacks
+    faulthandler.register(signal.SIGUSR1)
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_bytes(b"tidewheel-eng\n")
     engine_dir, identity = arguments.engine_dir, arguments.identity
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
 
 def exit_now(code: int) -> None:
     """End the process without the interpreter's clean-up, which can hang on a failed device."""
-    with contextlib.suppress(OSError):  # of a full disk
+    with contextlib.suppress(OSError):
         logging.shutdown()
         sys.stderr.flush()
     os._exit(code)

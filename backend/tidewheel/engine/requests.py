@@ -87,7 +87,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Return the checked request. Raise `InvalidRequest` or `Unsupported`; texts call the prompt `prompt_name`."""
+    """Raise `InvalidRequest` or `Unsupported`; texts call the prompt `prompt_name`."""
     sampling = message.sampling
     _check_inputs(message, info)
     prompt, limit = _prompt(prompt_name, message.prompt, info), info.max_num_tokens

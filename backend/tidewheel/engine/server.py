@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
 IDLE_POLL_MS = 250
-RECEIVE_S = 0.002  # between steps
+RECEIVE_S = 0.002
 FIRST_STEPS = 20  # of unknown length, in a load
 
 

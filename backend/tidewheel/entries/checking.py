@@ -47,7 +47,7 @@ FindingListener = Callable[[Finding], None]
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    tell: FindingListener | None = None  # called with each finding when it is found
+    tell: FindingListener | None = None
     checked: list[str] = field(default_factory=list)  # names of entries
     passed_over: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -90,7 +90,7 @@ def find_target(path: Path) -> CheckTarget:
 
 
 def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | None = None) -> CheckReport:
-    """Check the entries at a path. Raise `ConfigError` if there are none."""
+    """Raise `ConfigError` if the path holds no entries."""
     target, report = find_target(path), CheckReport(tell)
     read = {found.parent.name: _read(found.parent) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}

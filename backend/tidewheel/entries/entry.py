@@ -22,7 +22,7 @@ GPU_FILES = "nvidia[0-9]*"
 
 
 def num_gpus() -> int:
-    """Return the number of this machine's GPUs that `CUDA_VISIBLE_DEVICES` leaves."""
+    """Return this machine's number of GPUs, by `CUDA_VISIBLE_DEVICES`."""
     gpus = len(list(Path("/dev").glob(GPU_FILES)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return gpus if visible is None else min(gpus, sum(bool(name.strip()) for name in visible.split(",")))

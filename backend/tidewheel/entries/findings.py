@@ -93,7 +93,7 @@ class Field(NamedTuple):
 
 
 def place_of(text: str, offset: int) -> tuple[int, int]:
-    """Return line and column of an offset, counted from 1."""
+    """Return line and column, from 1."""
     return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 

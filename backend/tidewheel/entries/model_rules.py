@@ -33,7 +33,7 @@ class MemoryNeeds(NamedTuple):
     """Bytes of memory that an engine takes on this machine."""
 
     device: str  # cpu or cuda
-    weights: int  # bytes, like the others
+    weights: int
     cache: int
     host: int
 

@@ -1,7 +1,6 @@
-"""Forecast of arrivals by the time of day.
+"""Holt-Winters forecast of arrivals (Winters, Management Science 6(3), 1960).
 
-Holt-Winters smoothing (Winters, Management Science 6(3), 1960), with multiplicative season and damped trend (Gardner
-and McKenzie, Management Science 31(10), 1985).
+Multiplicative season and damped trend (Gardner and McKenzie, Management Science 31(10), 1985).
 """
 
 from __future__ import annotations

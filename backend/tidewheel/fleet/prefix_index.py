@@ -93,7 +93,7 @@ class PrefixIndex:
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
-        """Remove given chunks of a replica, unless they were used after the time `stamp`."""
+        """Remove chunks of a replica, unless used after `stamp`."""
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:

@@ -38,9 +38,9 @@ class RoutedRequest(Generic[T]):
 
 
 def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
-    """Return the most open requests that a replica may have when a request joins `num_requests` others.
+    """Return a replica's most open requests when a request joins `num_requests` others.
 
-    Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
+    Mirrokni et al., SODA 2018.
     """
     return math.ceil(factor * (num_requests + 1) / num_replicas)
 
@@ -128,7 +128,7 @@ class Router(ABC, Generic[T]):
         return float(self.num_open[self.slots[replica]])
 
     def open_without(self, excluded: Collection[T]) -> Float64Array:
-        """Return the number of open requests by slot, infinite for excluded replicas."""
+        """Return open requests by slot, infinite for excluded replicas."""
         if not excluded:
             return self.num_open
         num_open = self.num_open.copy()

@@ -174,7 +174,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return int(slots[to_do.argmin()])
 
     def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
-        """Return how many prompt tokens each slot has cached; the last token never counts."""
+        """Return cached prompt tokens by slot; the last token never counts."""
         depths = self.prefixes.depths(request.chunks, len(self.names))
         if depths is None:
             return 0.0

@@ -27,7 +27,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetState:
-    """State of all replicas at a moment, except draining ones."""
+    """State of all replicas, except draining ones."""
 
     now: float  # seconds, never falls
     ready: tuple[ReplicaReport, ...] = ()
@@ -102,7 +102,7 @@ class ScalingSettings:
 
 
 class ExponentialAverage:
-    """Average with exponentially falling weights. The first value counts in full."""
+    """Average with exponentially falling weights."""
 
     def __init__(self, time_constant_s: float, fall_s: float | None = None) -> None:
         """`fall_s`: time constant for values below the average."""

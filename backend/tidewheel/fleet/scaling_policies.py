@@ -197,7 +197,7 @@ def check_scaling(name: str) -> None:
 
 
 def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] = ()) -> ScalingPolicy:
-    """Return a policy. `history`: arrival times (s) of past days, for `predictive`. Raise as `check_scaling`."""
+    """`history`: arrival times (s) of past days, for `predictive`. Raise as `check_scaling`."""
     check_scaling(name)
     if name == "predictive":
         return PredictiveScaling(settings, bucket_counts(history))

@@ -55,7 +55,7 @@ class _ChoiceState:
     parser: OutputParser
     text_offset: int = 0  # of the next token
     num_calls: int = 0
-    has_role: bool = False  # the role was sent
+    has_role: bool = False
 
 
 class AnswerWriter:
@@ -67,7 +67,7 @@ class AnswerWriter:
         self._is_chat = isinstance(body, ChatBody)
         self._has_one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
         self._options = body.stream_options or StreamOptions()
-        self._num_logprobs: int | None = request.params.get("logprobs")  # None: no log-probabilities
+        self._num_logprobs: int | None = request.params.get("logprobs")
         self._reasoning: Reasoning = "off" if grammar_field(request.params) else reasoning
         self._usage = _Usage()
         name, prefix = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
@@ -234,7 +234,7 @@ def _token(one: TokenLogprob) -> Json:
 
 
 def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    """Return the answer's body. Raise `InvalidRequest` for more dimensions than the vectors have."""
+    """Raise `InvalidRequest` for more dimensions than the vectors have."""
     body, data, num_tokens = request.body, [], 0
     assert isinstance(body, EmbeddingBody)
     for index, chunk in sorted(chunks, key=lambda pair: pair[0]):

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # of the key
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     tenant: Annotated[str, msgspec.Meta(max_length=128)] = ""  # empty: the name
     max_priority: Annotated[int, msgspec.Meta(ge=1, le=4)] = Priority.CRITICAL.value  # best class
     requests_per_minute: _Count | None = None
@@ -97,7 +97,7 @@ class Account:
     def __init__(self, key: ApiKey | None, ledger: Ledger, record: Any = None) -> None:
         self.key = key
         self._ledger = ledger
-        self._record = record  # in the ledger
+        self._record = record
 
     def label(self, request: UpstreamRequest) -> UpstreamRequest:
         """Set the request's tenant and limit its class by the key. Raise `InvalidRequest`."""

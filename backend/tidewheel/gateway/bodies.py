@@ -33,7 +33,7 @@ _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 Prompt = dict[str, object]  # tensors by name
 Fields = dict[str, Any]
 
-# Fields that are refused: the reason, and values that request nothing, beside null.
+# Refused fields: the reason, and values that request nothing, beside null.
 _REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
     "num_return_sequences": ("set n", (False,)),
     "close_session": ("a session ends by its time (session_ttl_s), or over gRPC", (False,)),
@@ -117,11 +117,11 @@ class UpstreamRequest:
     """Client's request to a server; each of its prompts is sent separately."""
 
     prompts: list[Prompt]
-    params: Fields  # read by the backend
+    params: Fields
     body: Body = field(default_factory=Body)
     model: str = ""
     request_id: str = ""
-    traceparent: str = ""  # W3C header
+    traceparent: str = ""
     stream: bool = False
     tools: frozenset[str] | None = None  # function names; None: calls are text
     schema_name: str = ""  # of a forced call, for messages
@@ -164,7 +164,7 @@ def parse(data: bytes) -> Fields:
 
 
 def check_structure(data: bytes) -> None:
-    """Raise `InvalidRequest` for JSON with too many values to parse quickly; strings do not count."""
+    """Raise `InvalidRequest` for JSON with too many values, strings not counted."""
     if len(data) <= _SMALL or _fits(_pieces(data)) or _fits(_outside_strings(data)):
         return
     raise InvalidRequest(

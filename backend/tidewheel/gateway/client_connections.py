@@ -1,7 +1,7 @@
 """Limits of client connections: their number, and the time to send headers.
 
 At the limit, a new connection replaces the longest idle one, else the longest stalled one, whose client has not sent
-a whole request or does not read the answer. If all wait for answers, the new connection is refused.
+a whole request or reads no answer. If all wait for answers, the new connection is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ConnectionTable:
         self._open.discard(connection)
 
     def note(self, connection: ClientConnection, activity: _Activity | None) -> None:
-        """Set what an open connection does: idle, stalled or served; None removes it."""
+        """Set an open connection's activity; None removes the connection."""
         for address in (connection.address, _ALL) if connection in self._open else ():
             group = self._groups.setdefault(address, {"idle": {}, "stalled": {}, "served": {}})
             for connections in group.values():

@@ -33,7 +33,7 @@ _ZEROS = dict.fromkeys((WRONG_KEYS, *(series(metric) for metric in _METRICS if n
 
 @dataclass(frozen=True, slots=True)
 class GatewayWorker:
-    """Gateway worker. `folder` is where workers share the use of keys and counts; None: a single worker."""
+    """Gateway worker. `folder`: where workers share key use and counts; None: a single worker."""
 
     folder: Path | None = None
     index: int = 0
@@ -52,7 +52,7 @@ class GatewayWorker:
                 write_value(self._path(self.index), counts)
 
     def before(self) -> Counts:
-        """Return what this worker's previous process counted, without gauges: counting goes on from there."""
+        """Return the counts of this worker's previous process, without gauges."""
         counts = self._read(self.index)
         return Counts({key: count for key, count in counts.items() if key.partition(" ")[0].endswith("_total")})
 
@@ -90,7 +90,7 @@ def render(counts: Mapping[str, int]) -> str:
 def merge(texts: Mapping[str, str]) -> str:
     """Join Prometheus texts of servers: each metric once, each sample with the label `upstream`.
 
-    Without a parser, which would rename Triton's counters that do not end with `_total`.
+    No parser: it would rename Triton's counters without `_total`.
     """
     if len(texts) == 1:
         return next(iter(texts.values()))

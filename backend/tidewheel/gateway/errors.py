@@ -73,7 +73,6 @@ def status_of(error: errors.RequestError) -> int:
 
 
 def headers_of(error: errors.RequestError) -> dict[str, str]:
-    """Return HTTP headers that tell a client when to retry."""
     headers = {"x-should-retry": str(error.retryable).lower()}
     if error.retryable:
         retry_ms = error.retry_after_ms or _RETRY_AFTER_MS

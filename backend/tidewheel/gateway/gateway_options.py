@@ -36,7 +36,6 @@ class Address(NamedTuple):
         return cls(authority, **authorities, is_name_of_many=text.startswith(_DNS))
 
     def at(self, host: str) -> Address:
-        """Return this address with a resolved host in place of the name."""
         host = f"[{host}]" if ":" in host else host
         grpc, metrics, health, http = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:4])
         return Address(grpc, metrics, health, http)
@@ -50,7 +49,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Reasoning = "tagged"
     open_metrics: bool = False  # /metrics needs no key
     playground: bool = False
-    drain_s: float = 30.0  # for open requests
+    drain_s: float = 30.0
 
     @property
     def max_body_bytes(self) -> int:
@@ -63,7 +62,6 @@ class StandaloneOptions(GatewayOptions, frozen=True, kw_only=True):
 
     @property
     def command(self) -> list[str]:
-        """Command of a process that serves with these options."""
         return [sys.executable, "-P", "-m", "tidewheel.gateway.run_gateway", msgspec.json.encode(self).decode()]
 
 

@@ -218,7 +218,7 @@ def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, objec
 
 
 def grammar_field(params: Mapping[str, object]) -> str:
-    """Return the name of the first parameter that asks for a grammar, or an empty text."""
+    """Return the first parameter that asks for a grammar; empty without one."""
     return next((name for name in _FIELDS if _is_grammar(name, params.get(name))), "")
 
 

@@ -34,7 +34,6 @@ def routes() -> list[web.RouteDef]:
 
 
 def is_playground(path: str) -> bool:
-    """Return whether a path is part of the playground, which needs no key."""
     return path in (ROOT, PAGE) or path.startswith(f"{PAGE}/")
 
 

@@ -132,7 +132,7 @@ def _is_settled(worker: GatewayWorker, signals: StopSignals) -> bool:
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    # Each worker has a socket (SO_REUSEPORT): at a shared one, the first to wake takes a whole burst.
+    # SO_REUSEPORT: at a shared socket, the first worker to wake takes a whole burst.
     port = free_port(host, port, "--port")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

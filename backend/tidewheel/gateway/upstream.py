@@ -13,13 +13,13 @@ from tidewheel_client import Health
 from tidewheel_client.errors import RequestError
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 
-LOOK_S = 0.5  # between looks
+LOOK_S = 0.5
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
 
 
 class Upstream:
-    """Triton server behind the gateway, with its connections and state."""
+    """Triton server behind the gateway."""
 
     def __init__(self, address: Address, name: str = "") -> None:
         """Begin to poll the server. `name`: the name that resolved to its address, if any."""
@@ -27,7 +27,7 @@ class Upstream:
         self.name = name
         self.num_open = 0  # requests
         self.not_ready = "it was not asked yet"  # reason; empty: ready
-        self.models: frozenset[str] = frozenset()  # at the last look
+        self.models: frozenset[str] = frozenset()
         self._foreign: set[str] = set()  # models of other backends
         self.triton = AsyncGrpcTransport(address.grpc)
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
@@ -56,7 +56,7 @@ class Upstream:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Ask the server for readiness and models; concurrent calls share one poll."""
+        """Poll readiness and models; concurrent calls share one poll."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)

@@ -20,7 +20,7 @@ from tidewheel_client import Ask, Chunk, codec
 from tidewheel_client.errors import Busy, EngineDead, NotFound, RequestError, ServerUnavailable
 from tidewheel_client.stream import Arrivals
 
-RESOLVE_S = 2.0  # between resolutions of a name
+RESOLVE_S = 2.0
 AT_ONCE = 64  # prompts of one request at servers
 ALIKE_S = 1.0  # for the other prompts after an error
 BYTES_PER_TOKEN = 4  # roughly, of text; also of a token id
@@ -39,7 +39,7 @@ class Attempt(ABC, Generic[R]):
 
     def __init__(self, request: UpstreamRequest, index: int = 0) -> None:
         self.request = request
-        self.index = index  # of the prompt
+        self.index = index
         self.route = route_request(request, index)
         self.refused: list[Upstream] = []
         self.num_cached: int | None = None  # tokens of the route, if the server has reported them
@@ -88,7 +88,7 @@ class GrpcAttempt(Attempt[list[Chunk]]):
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
-    """Return a prompt's figures for the router. Tokens are estimated: the gateway has no tokenizer."""
+    """Return a prompt's figures for the router. Tokens are estimated, without a tokenizer."""
     data = b"".join(map(_bytes, request.prompts[index].values()))
     params = request.params
     session, tenant, salt = (params.get(name, "") for name in ("session_id", "tenant", "cache_salt"))
@@ -120,7 +120,7 @@ class Upstreams:
         self._addresses = addresses
         self._members: dict[str, Upstream] = {}  # by authority
         self._router: Router[str] = PrefixAwareRouter()
-        self._tasks: set[asyncio.Task[None]] = set()  # of names, and of removed servers
+        self._tasks: set[asyncio.Task[None]] = set()
         self.num_moved = 0  # requests retried on another server
 
     async def __aenter__(self) -> Upstreams:
@@ -241,7 +241,7 @@ class Upstreams:
             attempt.encode(attempt.request.params_left())
 
     async def _wait(self, attempt: Attempt[R]) -> None:
-        """Raise `NoServer`. The subclass of a cluster waits for a replica instead."""
+        """Raise `NoServer`; a cluster's subclass waits for a replica."""
         model = attempt.request.model
         raise NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 

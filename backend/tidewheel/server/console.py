@@ -59,7 +59,7 @@ class Console:
 
 
 class WaitLine:
-    """Status line, redrawn on a terminal, else printed ever more rarely. A closed terminal is ignored."""
+    """Status line, redrawn on a terminal, else printed ever more rarely."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
@@ -111,7 +111,7 @@ def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[N
 
 
 class LoadProgress:
-    """Progress of loading engines: bars on a terminal, else a line per engine and stage."""
+    """Progress of loading engines: bars on a terminal, else lines."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
         self._engines = dict(engines)

@@ -26,7 +26,7 @@ class Endpoints:
     openai: int | None = None  # None: no gateway
 
     def chosen(self) -> Endpoints:
-        """Return the ports, each 0 replaced by a free one; all differ. Raise `ServeError` for a port in use."""
+        """Return the ports, each 0 replaced by a distinct free one. Raise `ServeError` for a port in use."""
         with contextlib.ExitStack() as held:
             ports = {name: port for name, port in asdict(self).items() if name != "host" and port is not None}
             sockets = {
@@ -109,7 +109,7 @@ class TritonHttp:
         return self.holds(f"/v2/models/{quote(model, safe='')}/ready")
 
     def connect(self) -> http.client.HTTPConnection:
-        """Return a connection that Triton has accepted, or an unconnected one if Triton does not answer."""
+        """Return an accepted connection, unconnected if Triton does not answer."""
         connection = http.client.HTTPConnection(self._authority, timeout=ANSWER_S)
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/v2/health/live")

@@ -15,7 +15,7 @@ from tidewheel.server.supervisor import Supervisor
 from tidewheel_process.child import wait_until
 
 MAX_BYTES = 1 << 16  # of a command
-READ_S = 5.0  # for a command to arrive
+READ_S = 5.0
 _RETRY_S = 0.1
 _TIMEOUT_S = 3600.0  # a load has limits of its own
 
@@ -23,8 +23,6 @@ Action = Literal["load", "unload", "reload"]
 
 
 class Command(msgspec.Struct):
-    """Command on the control socket, in JSON."""
-
     do: Action
     model: str
 
@@ -173,7 +171,7 @@ def ask_server(control: Path, action: Action, model: str) -> None:
 
 def reload(authority: str, model: str) -> None:
     """Unload and load a model over Triton's API, so that it gets new front ends. Raise OSError."""
-    # Over HTTP, Triton would hold up every connection that shares the thread of the call, and lose their answers.
+    # Over HTTP, Triton would block connections that share the call's thread, and lose their answers.
     import grpc  # slow, and seldom needed
     from tritonclient.grpc import service_pb2 as pb
     from tritonclient.grpc import service_pb2_grpc

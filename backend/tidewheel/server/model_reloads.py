@@ -65,7 +65,7 @@ class PendingReloads:
         self._pending.append(Reload(model, load, delay_s, self._note, while_it_serves=while_it_serves))
 
     def look(self) -> str:
-        """Remove finished and cancelled reloads. Return a model that waits for its front end, or an empty string."""
+        """Remove ended reloads. Return a model that waits for its front end; empty: none."""
         self._pending = [reload for reload in self._pending if not reload.cancelled.is_set()]
         for reload in [reload for reload in self._pending if reload.is_over]:
             self._pending.remove(reload)
@@ -82,8 +82,8 @@ class PendingReloads:
 class SharedMemoryRelief:
     """Replacement of front ends whose shared memory has grown: Triton never shrinks it.
 
-    One at a time: Triton keeps the old front end while a gRPC stream that sent it requests is open, and for ever if
-    Triton itself refused a request of that stream, or the stream was cancelled as it ended.
+    One at a time: Triton keeps the old front end while a gRPC stream that used it is open, and for ever if
+    a request of the stream was refused by Triton or cancelled as it ended.
     """
 
     def __init__(self, shared_bytes: Callable[[int], int], note: Callable[[str], None]) -> None:

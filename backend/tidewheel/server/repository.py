@@ -93,7 +93,7 @@ def entries(repository: Path) -> list[str]:
 
 
 def folder_names(repository: Path) -> list[str]:
-    """Return the sorted names of all folders, each a model to a polling Triton."""
+    """Return sorted folder names, each a model to a polling Triton."""
     return sorted(path.name for path in repository.iterdir() if path.is_dir())
 
 
@@ -160,7 +160,7 @@ def _aside(target: Path, name: str) -> Path:
 
 
 def select(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make a repository of links to the named models' folders. Raise `ConfigError` if one is missing."""
+    """Link to the named models' folders in a new repository. Raise `ConfigError` if one is missing."""
     check_names(repository, names)
     target.mkdir(parents=True)
     for name in dict.fromkeys(names):
@@ -176,7 +176,7 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
 
 
 def num_front_ends(num_cores: int) -> int:
-    """Return how many front ends serve a model: each keeps one core busy, and Triton another."""
+    """Return a model's number of front ends: each keeps one core busy, and Triton another."""
     return max(1, min(MAX_FRONT_ENDS, num_cores // CORES_OF_A_FRONT_END))
 
 

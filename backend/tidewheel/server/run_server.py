@@ -67,14 +67,14 @@ class ServeOptions:
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
     log_file: Path | None = None
-    ports_file: Path | None = None  # reports the endpoints
+    ports_file: Path | None = None
     end_with_stdin: bool = False
     allow_faults: bool = False
     verbose: bool = False
 
     @property
     def is_closed(self) -> bool:
-        """Return whether Triton gets a private repository, because clients must not load models."""
+        """Return whether Triton gets a private repository: clients must not load models."""
         return not (
             self.model_control == "poll"
             or _MODELS_API in self.open_apis
@@ -105,7 +105,7 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
-    """Run until asked to stop, or until `session`, run beside the ready server, ends; return the exit code.
+    """Run until a stop, or until `session`, run beside the ready server, ends; return the exit code.
 
     Raise `ServeError`, `ConfigError` or `CrashLoop`. No process is left.
     """
@@ -202,7 +202,7 @@ def _repository(options: ServeOptions, work: WorkDir) -> Path:
 
 
 def _control(options: ServeOptions, models: Path, endpoints: Endpoints) -> tuple[list[str], Load | None]:
-    """Return Triton's flags for model control, and a function that reloads a model. Raise `ServeError`."""
+    """Return Triton's model control flags and a reloader. Raise `ServeError`."""
     if not options.is_closed:
         flags = control_flags(options.model_control, options.models, options.repository_poll_s)
         reload = partial(model_control.reload, endpoints.authority(endpoints.grpc))

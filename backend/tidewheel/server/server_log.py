@@ -27,7 +27,7 @@ _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _OTHER_BACKEND = re.compile(r"unable to find backend library for backend '(?P<backend>vllm|tensorrtllm)'")
 _PLACES = "\n\nAt:"  # of an exception, before the lines of its code
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
-# Harmless: about a missing GPU, and clients that left at the very end.
+# Harmless: a missing GPU, and clients that left at the very end.
 _NOISE = re.compile(
     r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled"
     r"|HandleCancellation called even when the context was not cancelled"
@@ -73,7 +73,7 @@ def without_places(message: str) -> str:
 
 
 class ServerLog:
-    """Parser of Triton's output. It keeps the last lines, the version and the first failed load."""
+    """Parser of Triton's output. Keeps last lines, version and first failed load."""
 
     def __init__(self, copy: IO[bytes] | None = None) -> None:
         self._copy = copy  # unbuffered

@@ -31,7 +31,7 @@ from tidewheel_process.handle import start_ticks
 from tidewheel_process.restarts import DeathCount
 
 POLL_S = 0.1
-LOOK_S = 0.5  # between two looks at all processes
+LOOK_S = 0.5
 REAP_GRACE_S = 2.5  # Triton reaps stubs that it ends at once, others while it loads within 2 s
 DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
@@ -49,7 +49,7 @@ class Supervisor:
     Any thread may read `readiness`.
     """
 
-    command: Sequence[str]  # of tritonserver
+    command: Sequence[str]
     environment: Mapping[str, str]
     signals: StopSignals
     log: ServerLog

@@ -35,10 +35,9 @@ EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
 ControlMode = Literal["none", "explicit", "poll"]
 
-ClosedApi = Literal["shared-memory", "trace", "logging", "model-repository"]  # unless opened
-# Triton names this header to a client that it refuses, and all users see the argument, so no client may be able to
-# send it: HTTP ends a name at a colon; HTTP/2 and gRPC allow neither colon, space nor capital. The random value is
-# for servers that read names otherwise.
+ClosedApi = Literal["shared-memory", "trace", "logging", "model-repository"]
+# Triton tells refused clients this header, so none may be able to send it: HTTP ends a name at a colon; HTTP/2 and
+# gRPC allow neither colon, space nor capital. The random value is for servers that read names otherwise.
 _IMPOSSIBLE_HEADER = "No header opens it: tidewheel serve --open-api does"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 BACKEND = "tidewheel"
@@ -51,7 +50,7 @@ class TritonInstall:
     backends: Path  # holds `python/`, in a container others too
     stub: Path  # for the running Python
     libraries: tuple[Path, ...]  # LD_LIBRARY_PATH
-    origin: str  # for the start-up notice
+    origin: str
 
 
 def locate(

@@ -75,7 +75,7 @@ def guarded(root: Path) -> Guard:
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove folders in `base` and shared memory of this user's servers that were killed. Return the folders."""
+    """Remove folders in `base` and shared memory of this user's killed servers. Return the folders."""
     for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
         if is_free(marker):
             remove_shared_memory(marker.name.removesuffix(_OWNER), shared_memory, with_owner=True)
@@ -125,7 +125,7 @@ def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
 
 
 def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]:
-    """Return this user's running servers, in `base`, or for None in the run directory and the cluster's below."""
+    """Return this user's running servers in `base` (None: the run directory and its cluster's)."""
     own = run_dir_path()
     bases = [own, WorkDir(own / CLUSTER).run] if base is None else [base]
     roots = [root for folder in bases for root in sorted(folder.glob(f"{_PREFIX}*"))]
@@ -134,7 +134,7 @@ def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]
 
 
 def current_engines_of(metrics_port: int) -> list[Path]:
-    """Return links to the engines of the server with this port, else of a Triton run without `tidewheel serve`."""
+    """Return engine links of the server with this port, else of a Triton without `tidewheel serve`."""
     from tidewheel.engine.folder import CURRENT  # imports numpy, which a guard has no use for
 
     for work, endpoints in running_servers():

@@ -14,12 +14,12 @@ Ints = npt.NDArray[np.int64]
 
 # Longer chunks are cut, for small masks.
 MAX_QUERY_LEN = 256
-# Padded keys that cost less than a call (0.4 µs to 40 µs).
+# Padded keys that cost less than a call.
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
-# Longer chunks join only equal numbers of keys: two of 256 queries took 4.7 ms together, 1.9 ms apart.
+# Longer chunks join only equal numbers of keys: padding costs more than a call.
 MAX_PADDED_QUERY_LEN = 16
-# Keys of a group fit the second-level cache: 64 decodes took 2.9 ms a layer, with 2 MiB 3.5 ms.
+# Keys of a group fit the second-level cache.
 MAX_GATHERED_BYTES = 1 << 19
 
 

@@ -295,10 +295,7 @@ def invariant_attention(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Compute `paged_attention`, for a query bitwise the same in any batch.
-
-    Decodes and prompts use one kernel: each query adds its keys tile by tile.
-    """
+    """Compute `paged_attention`, for a query bitwise the same in any batch."""
     shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     tile, fp8 = (shape.head_dim, shape.group, shape.block_size, q.element_size()), scales is not None
     config = prefill_config(*tile, architecture(q.device), fp8=fp8)

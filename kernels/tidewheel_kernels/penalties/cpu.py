@@ -8,7 +8,7 @@ MAX_COUNTS = 1 << 20
 
 
 def apply_penalties_cpu(logits: torch.Tensor, history: TokenHistory, penalties: PenaltyTensors) -> None:
-    """Apply penalties to few rows at a time, to save memory (64 rows of 151,936 tokens: 25 -> 5 ms)."""
+    """Apply penalties to few rows at a time, which saves memory and time."""
     columns = (
         penalties.rows, penalties.num_prompt_tokens, penalties.num_tokens, penalties.repetition, penalties.presence,
         penalties.frequency,

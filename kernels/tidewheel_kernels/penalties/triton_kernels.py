@@ -1,4 +1,4 @@
-"""Kernels that change single logits: a lane per token or (row, token) entry, a warp per forbidden word."""
+"""Kernels that change single logits: a lane per token or entry, a warp per forbidden word."""
 
 import torch
 import triton

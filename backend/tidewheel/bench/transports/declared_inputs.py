@@ -17,7 +17,7 @@ class DeclaredInputs(NamedTuple):
 
     @classmethod
     def of(cls, name: str, inputs: Iterable[str], max_batch_size: int, *, is_decoupled: bool) -> DeclaredInputs:
-        """Return the inputs that a model declares. Raise `BenchError` without an input for prompts."""
+        """Raise `BenchError` without an input for prompts."""
         declared = cls(frozenset(inputs), max_batch_size > 0, is_decoupled)
         if not declared.inputs & {"input_ids", "text_input"}:
             raise BenchError(f"model {name!r} has neither input_ids nor text_input: it takes no prompt")

@@ -15,7 +15,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerfMetrics:
-    """Times of a request on the server's monotonic clock, and the prompt's KV blocks."""
+    """Times on the server's monotonic clock, and the prompt's KV blocks."""
 
     arrival_time_ns: int
     first_scheduled_time_ns: int

@@ -42,7 +42,7 @@ def encode(ask: Ask) -> service_pb2.ModelInferRequest:
 
 
 def json_body(ask: Ask) -> dict[str, object]:
-    """Return the JSON body of a request to `generate_stream`."""
+    """Return the body for `generate_stream`."""
     given = {k: _token_ids(value).tolist() if k == "input_ids" else value for k, value in ask.prompt.items()}
     flags, sampling = _flags_and_sampling(ask.params)
     body = {"id": ask.request_id, **given, "stream": ask.stream, **flags}
@@ -64,7 +64,7 @@ def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], 
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """Return the given prompt under the name of its tensor. Raise `InvalidRequest` unless exactly one is given."""
+    """Return the prompt by tensor name. Raise `InvalidRequest` unless exactly one is given."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt

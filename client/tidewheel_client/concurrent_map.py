@@ -20,7 +20,7 @@ _AHEAD = 4  # times the concurrency: answers that may wait for an earlier one
 async def in_threads(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield results of blocking calls, in order. An error or close drops calls that have not begun."""
+    """Yield blocking calls' results in order. An error or close drops calls not begun."""
     waiting: deque[Future[R]] = deque()
     with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
         try:

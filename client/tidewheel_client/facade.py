@@ -31,7 +31,7 @@ class Facade(Generic[C]):
 
 
 def run(call: Awaitable[R]) -> R:
-    """Return the result of a coroutine that never suspends."""
+    """Run a coroutine that never suspends."""
     try:
         next(iter(call.__await__()))
     except StopIteration as end:
@@ -57,7 +57,7 @@ def iterate(items: AsyncIterator[R]) -> Iterator[R]:
 def signed_as(
     method: Callable[Concatenate[C, P], object],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Decorate a method with the parameters of another method."""
+    """Decorate a method with another's parameters."""
 
     def sign(function: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         returned = inspect.signature(function).return_annotation

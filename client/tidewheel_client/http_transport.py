@@ -51,7 +51,7 @@ class AsyncHttpTransport:
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
 
     async def call(self, method: str, request: Any) -> Any:
-        """Send a message of Triton's gRPC service over HTTP, and return the answer."""
+        """Send a message of Triton's gRPC service over HTTP."""
         verb, path, answer, field = _CALLS[method]
         content = b'{"ready": true}' if verb == "POST" else None
         try:
@@ -110,7 +110,7 @@ class AsyncHttpResponses:
             self._next.cancel()
 
     async def close(self) -> None:
-        """Read the answer to its end, to keep the connection open; else close it."""
+        """Read the answer to its end, which keeps the connection open, or close it."""
         with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
             if not self._is_cancelled:
                 async with asyncio.timeout(END_S):

@@ -29,7 +29,7 @@ class MockTransport:
         return _MockResponses(lambda: self._answer(ask))
 
     async def call(self, method: str, request: Any) -> Any:  # noqa: ARG002
-        """Answer that the model is ready. Raise `Unsupported` for other calls."""
+        """Answer `ModelReady`. Raise `Unsupported` for others."""
         if method != "ModelReady":
             raise Unsupported(f"a mock transport does not answer {method}")
         return service_pb2.ModelReadyResponse(ready=True)

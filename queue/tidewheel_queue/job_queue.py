@@ -85,10 +85,7 @@ class AsyncQueue:
         return enqueued
 
     async def result(self, /, job_id: str, *, wait_s: float = 0.0) -> Result:
-        """Return the job's state and result.
-
-        Raise `NotFound`, or `RequestTimeout` if a `wait_s` above 0 passes before the job ends.
-        """
+        """Return a job. Raise `NotFound`, or `RequestTimeout` if a `wait_s` above 0 passes before the job ends."""
         end = time.monotonic() + wait_s
         last = await self._last_ended() if wait_s else ""
         result = await self._look(job_id)
@@ -141,7 +138,7 @@ class AsyncQueue:
         return JobCounts(tuple(total - runs for total, runs in zip(totals[:4], running, strict=True)), running, dead)
 
     async def dead(self, /, limit: int = 1000) -> list[DeadJob]:
-        """Return jobs that were given up after too many attempts, newest first."""
+        """Return jobs given up after too many attempts, newest first."""
         entries = await self._call(lambda: self._redis.xrevrange(self._names.dead, count=limit))
         return [
             DeadJob(found["id"], found["reason"], int(found["attempts"]), unpack(found["job"]))

@@ -120,7 +120,7 @@ def check_id(job_id: str) -> str:
 
 
 def job_of(given: object) -> Job:
-    """Return a job from its fields. Raise `InvalidRequest`."""
+    """Raise `InvalidRequest`."""
     if not isinstance(given, Mapping):
         raise InvalidRequest(f"a job is a JSON object, not {_shown(given)}")
     for name in given:

@@ -58,7 +58,7 @@ class RedisEndpoint:
 
     @classmethod
     async def open(cls, where: str | Path) -> Self:
-        """Connect. Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
+        """Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
         endpoint: Self = await cls._in_thread(cls, where)
         try:
             info = await endpoint.call(endpoint.redis.info)
@@ -130,7 +130,7 @@ class BlockingRedisEndpoint(RedisEndpoint):
 
 
 def is_lost(error: Exception) -> bool:
-    """Return whether Redis is away, so that a later call may succeed."""
+    """Return whether a later call may succeed."""
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
         return False
     return isinstance(error, _LOST) or str(error).startswith(("MISCONF", "CLUSTERDOWN", "LOADING"))

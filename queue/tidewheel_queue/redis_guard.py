@@ -26,8 +26,8 @@ from tidewheel_process.restarts import RestartedChild, RestartPolicy
 
 USERS_LOCK, SOCKET, LOG = "users.lock", "redis.sock", "redis.log"
 _SERVER_LOCK, _USER_CONFIG = Path("server.lock"), Path("redis.conf")
-# A user's redis.conf comes between: it may change the first part only. `everysec` answers before a slow write to the
-# disk has ended, and a kill would lose the answer.
+# A user's redis.conf comes between and may change the first part only. `everysec` answers before a slow write to disk
+# has ended; a kill would lose it.
 _DEFAULTS = b'appendfsync always\nsave ""\nloglevel warning\n'
 _FIXED = f"port 0\nunixsocket {SOCKET}\nunixsocketperm 700\ndir .\nappendonly yes\ndaemonize no\n".encode()
 _LOOK_EVERY_S = 0.25

@@ -83,12 +83,12 @@ class WorkerStore:
         return [bool(is_first) for is_first in await self._persistently("finish", *given)]
 
     async def fail(self, job_id: str, attempt: int, reason: str) -> bool:
-        """Count a failed attempt. Return False if the job was given up or taken by another worker."""
+        """Count a failed attempt. Return False if the job is dead or lost."""
         given = (job_id, attempt, self.max_attempts, reason)
         return bool(await self._persistently("fail", self.consumer, *given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-        """Send a heartbeat. Return ids of lost jobs, and other busy workers' counts of heartbeats."""
+        """Return ids of lost jobs, and other busy workers' counts of heartbeats."""
         lost, others = await self._persistently("beat", self.consumer, *ids)
         return lost, dict(zip(others[::2], others[1::2], strict=True))
 
@@ -154,7 +154,7 @@ class WorkerStore:
 
 
 class Batcher(Generic[T, R]):
-    """Collector of items, which are written together once the previous write ends."""
+    """Collector of items, written together after the previous write."""
 
     def __init__(self, write: Callable[[list[T]], Awaitable[Sequence[R]]], most: int = 256) -> None:
         self._write = write

@@ -38,9 +38,8 @@ _NOTHING = _Claim(0, 0)
 class AdmissionGate:
     """Gate that keeps a front end from overfilling the engine's waiting set. Thread-safe, O(1) per request.
 
-    It knows the engine's last `Room` and the requests sent since; the engine decides. While the waiting set is full,
-    `claim` refuses requests. With `holds`, `wait` blocks the server's queue instead: requests count from submission,
-    and while a refused request is held, no more enter.
+    It knows the engine's last `Room` and the requests sent since. While the waiting set is full, `claim` refuses
+    requests. With `holds`, `wait` blocks instead: requests count from submission, and none enters after a held one.
     """
 
     def __init__(self, *, holds: bool = False) -> None:
@@ -55,7 +54,7 @@ class AdmissionGate:
         self._is_closed = False
 
     def enter(self, key: int) -> None:
-        """Count a submitted request. Without `holds`, do nothing."""
+        """Count a submitted request, with `holds` only."""
         if self.holds:
             with self._changed:
                 self._count(key, _Claim(1, 0))
@@ -69,7 +68,7 @@ class AdmissionGate:
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
-        """Keep, for `release`, a request that the engine refused. Without `holds`, only return False."""
+        """Keep a refused request for `release`. Return False without `holds`."""
         with self._changed:
             if self.holds:
                 self._held[message.key] = _Claim.of(message)
@@ -91,7 +90,7 @@ class AdmissionGate:
                 self._changed.wait_for(lambda: self._is_closed or (not self._held and self._fits(_Claim(1, 1))))
 
     def set_room(self, room: Room | None) -> None:
-        """Replace the engine's last report. None: a new engine, whose waiting set is empty."""
+        """Replace the engine's last report (None: a new engine)."""
         with self._changed:
             if room is not None:
                 self._room = room

@@ -1,4 +1,4 @@
-"""Chat requests: messages, tools that the model may call, and the template that turns them into a prompt."""
+"""Chat requests: messages, tools, and the template that turns them into a prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Conversation(msgspec.Struct, frozen=True, array_like=True):
     tools: list[dict[str, Any]] | None = None
     options: dict[str, str | bool | int | float] = {}  # more variables of the template
     add_generation_prompt: bool = True
-    escapes_special_tokens: bool = True  # text of messages that spells a special token is encoded as plain text
+    escapes_special_tokens: bool = True  # in messages
 
 
 def parse_conversation(data: str | bytes) -> Conversation:
@@ -188,12 +188,12 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return the model's template, or None without one. Raise `ConfigError`."""
+        """Return the template, if any. Raise `ConfigError`."""
         source = _find(folder)
         return None if source is None else cls(source, named_tokens)
 
     def render(self, conversation: Conversation) -> str:
-        """Return the prompt of a conversation. Raise `InvalidRequest`."""
+        """Return the prompt. Raise `InvalidRequest`."""
         try:
             return self._render(conversation)
         except MemoryError:
@@ -202,7 +202,7 @@ class ChatTemplate:
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
 
     def try_out(self, conversation: Conversation) -> None:
-        """Render a conversation. Raise `ConfigError` if it needs too much memory."""
+        """Raise `ConfigError` if a conversation needs too much memory."""
         try:
             self._render(conversation)
         except MemoryError:

@@ -30,12 +30,12 @@ _shortened.maxlist = _shortened.maxtuple = _shortened.maxdict = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSource:
-    origin: str  # for errors: "sampling_parameters", "request parameter", `INPUT_TENSOR`
+    origin: str  # "sampling_parameters", "request parameter", `INPUT_TENSOR`
     values: Mapping[str, object]
 
 
 def show(value: object) -> str:
-    """Return a short text of a value for an error message."""
+    """Return a value's short text for errors."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _INTEGER_LIMIT:
         return f"an integer of {value.bit_length()} bits"
     return _shortened.repr(value)

@@ -1,4 +1,4 @@
-"""Control tokens, which structure a prompt: only the chat template may write them, messages may not.
+"""Control tokens of a prompt, which only the chat template may write, not messages.
 
 A message's text that spells a control token is encoded as plain text. Random marks replace the text while the
 template runs; in the output, the text replaces the marks again, at *plain spans*. Then the template's control tokens
@@ -26,7 +26,7 @@ from tidewheel.frontend.tokenizer import Tokenizer
 
 Spans = Sequence[tuple[int, int]]  # characters of a prompt that are plain text, in order
 
-_CONTROL_PREFIXES = ("<|", "<\uff5c")  # of control tokens that some tokenizers do not flag as special
+_CONTROL_PREFIXES = ("<|", "<\uff5c")  # which some tokenizers do not flag as special
 _NOTHING = r"(?!)"  # matches no text
 
 
@@ -46,7 +46,7 @@ def _longest_of(texts: Iterable[str]) -> str:
     # In reverse, so that an empty rest comes last.
     for _, group in itertools.groupby(sorted(texts, reverse=True), key=lambda text: text[:1]):
         alike = list(group)
-        # What the first and the last share, all share: they are sorted.
+        # All share what the first and last share: they are sorted.
         pairs = zip(alike[0], alike[-1], strict=False)
         length = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         rest = _longest_of(text[length:] for text in alike) if len(alike) > 1 else ""
@@ -152,9 +152,9 @@ class _Marks:
     """Random marks in place of a conversation's `risky_spans` while the template runs."""
 
     def __init__(self, risky_spans: Callable[[str], list[tuple[int, int]]]) -> None:
-        self.texts: list[str] = []  # what each mark stands for
+        self.texts: list[str] = []  # replaced, by mark
         self._risky_spans = risky_spans
-        self._name = f"x{secrets.token_hex(8)}"  # letters and digits, which JSON leaves as they are
+        self._name = f"x{secrets.token_hex(8)}"  # JSON escapes none of it
 
     def conversation(self, given: Conversation) -> Conversation:
         return msgspec.structs.replace(
@@ -165,7 +165,7 @@ class _Marks:
         )
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Put the replaced texts back in place of their marks; return the text, and their positions in it."""
+        """Return the text with its marks replaced, and the spans of the replaced texts."""
         parts, spans, length = [], [], 0
         for index, part in enumerate(re.split(f"{self._name}n([0-9]+)x", text)):
             parts.append(self.texts[int(part)] if index % 2 else part)

@@ -32,7 +32,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Stages(NamedTuple):
-    """Times at which a request entered each stage: monotonic nanoseconds; 0: never, or unknown."""
+    """Monotonic times (ns) at which a request entered each stage; 0: never, or unknown."""
 
     arrival_ns: int
     scheduled_ns: int = 0
@@ -42,7 +42,7 @@ class Stages(NamedTuple):
 
 
 def milliseconds(begin_ns: int, end_ns: int) -> float | None:
-    """Return the milliseconds between two monotonic times, or None if one is 0."""
+    """Return the milliseconds between two times, or None if one is 0."""
     return round((end_ns - begin_ns) / _NS_PER_MS, 3) if begin_ns and end_ns else None
 
 
@@ -67,7 +67,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
     weights: str | None = None  # of the first sequence: full, quantized or mixed
     deadline_ms: float | None = None
     session: bool = False
-    traceparent: str = ""  # of the client or of Triton; empty: none
+    traceparent: str = ""  # empty: none
 
     @classmethod
     def of(
@@ -135,7 +135,7 @@ def trace_id(traceparent: str) -> str:
 
 
 def wall_offset_ns() -> int:
-    """Return the nanoseconds to add to a monotonic time for Unix time."""
+    """Return Unix time less monotonic time, in nanoseconds."""
     return time.time_ns() - time.monotonic_ns()
 
 
@@ -219,7 +219,7 @@ class EventQueue:
                 self._problem = f"more than {MAX_EVENTS} wait"
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Pass on the remaining events, for at most `timeout_s`."""
+        """Pass on the remaining events, within `timeout_s`."""
         self._stopped.set()
         self._thread.join(timeout_s)
 

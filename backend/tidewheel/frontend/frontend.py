@@ -63,7 +63,7 @@ class Frontend:
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
-        self._drained_by: TidewheelError | None = None  # as long as the engine refuses new requests
+        self._drained_by: TidewheelError | None = None  # while the engine refuses requests
 
     def start(self, info: EngineInfo, reader: Reader, engine: EngineClient) -> None:
         """Serve requests with a ready engine. `close` also closes `reader`."""
@@ -84,7 +84,7 @@ class Frontend:
         return self._recorder.snapshot()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Take a request and return at once. Errors go to the sink."""
+        """Return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, self._tenants)
         live = LiveRequest(self._columns.open(), request, sink, arrival_ns, urgency)
@@ -99,7 +99,7 @@ class Frontend:
             self._fail(live, refusal)
 
     def refuse(self, request_id: str, sink: Sink, arrival_ns: int, error: TidewheelError) -> None:
-        """Answer with `error` a request that could not be read or sent to the engine."""
+        """Fail a request that could not be read or sent to the engine."""
         self._recorder.received()
         self._recorder.failed(error, had_output=False)
         sink.fail(error)
@@ -224,7 +224,7 @@ class Frontend:
         self._send_held()
 
     def on_drain(self) -> None:
-        """End the requests that have not reached the engine, which takes no more."""
+        """End the requests that have not reached the engine."""
         with self._lock:
             self._drained_by = error = Draining(_SHUTTING_DOWN)
             left = [request for request in self._live.values() if not request.is_at_engine]
@@ -289,7 +289,7 @@ class Frontend:
             return outputs.take() if outputs is not None and request.asked.stream and outputs.has_tokens else None
         if ending.error is not None:
             return ending.error
-        if outputs is None:  # cancelled before tokenisation, or nothing to generate
+        if outputs is None:  # cancelled early, or nothing to generate
             return [OutputChunk(text=request.prepared.answer, finish_reason=ending.finish_reason)]
         outputs.end(ending.finish_reason)
         return outputs.error or outputs.take()

@@ -28,13 +28,13 @@ from tidewheel.request_options import RequestOptions
 _SLOT_BITS = 20
 _SLOTS = (1 << _SLOT_BITS) - 1
 _FIRST_SLOTS = 256
-_WIDTH = 32  # tokens of a request before they spill into a list
+_WIDTH = 32  # tokens of a request; more spill into a list
 _NO_KEY = -1
 _FEW = 8  # requests of a step
 
 
 class Sink(Protocol):
-    """Receiver of a request's responses. One thread at a time calls `send` or `fail`, up to the last response."""
+    """Receiver of a request's responses. One thread at a time calls `send` or `fail`."""
 
     def send(self, response: Response) -> None: ...
 
@@ -67,9 +67,9 @@ class LiveRequest:
         self.deadline_ns = urgency.deadline_ns(arrival_ns, asked.timeout_us)
         self.expires_ns = self.deadline_ns  # when the watcher ends it; 0: never
         self.is_known_to_engine = False  # which watches its deadline
-        self.was_accepted = False  # has tokens, or an end that is no refusal
+        self.was_accepted = False  # has tokens, or ended without refusal
         self.has_output = False
-        self.first_output_ns = 0  # when the first token came here
+        self.first_output_ns = 0  # first token
         self.num_responses = 0  # used only in turns
         self.last_token_ns: dict[int, int] = {}  # of all sequences but the first; of the listener thread
         self.prepared = PreparedRequest()  # its outputs are used only in turns
@@ -92,7 +92,7 @@ class LiveRequest:
         return bool(self._deltas)
 
     def attach(self, prepared: PreparedRequest) -> None:
-        """Set the prepared message and output. Without streaming and stop strings, output is sent only at the end."""
+        """Set the prepared request. Without streaming and stop strings, output is sent only at the end."""
         with self._lock:
             self.prepared = prepared
             if prepared.message is not None:
@@ -100,13 +100,13 @@ class LiveRequest:
             self.wants_chunks = self.asked.stream or prepared.has_stop_strings
 
     def mark_sent(self) -> bool:
-        """Mark the request as at the engine. Return False if it has ended, so the engine must drop it."""
+        """Mark the request as at the engine. Return False if the engine must drop it."""
         with self._lock:
             self.is_at_engine = True
             return self._ending is None or self._num_open == 0
 
     def mark_held(self) -> bool:
-        """Mark the request as refused by the engine, to be sent again. Return False if it has ended."""
+        """Mark a refused request, to be sent again. Return False if it has ended."""
         with self._lock:
             self.is_at_engine = self.is_known_to_engine = False
             return self._ending is None
@@ -161,7 +161,7 @@ class LiveRequest:
             return self.end(Ending())
 
     def end_turn(self) -> bool:
-        """End the sender's turn. Return whether to queue the request again."""
+        """Return whether to queue the request again."""
         with self._lock:
             self._has_turn = not self._is_answered and self._ending is not None
             return self._has_turn
@@ -224,14 +224,14 @@ class TokenColumns:
                 self._free.append(slot)
 
     def await_tokens(self, key: int, *, has_output: bool = False) -> None:
-        """Let `due` return the key as soon as its request has output."""
+        """Let `due` return the key once its request has output."""
         slot = key & _SLOTS
         with self._lock:
             self._is_awaited[slot] = self._keys.item(slot) == key
             self._has_output[slot] |= has_output and self._is_awaited[slot]
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Add a token per key. Return seconds since each key's previous token, and the keys without one."""
+        """Add a token per key. Return seconds since the previous tokens, and the keys without one."""
         if len(keys) <= _FEW:
             return self._add_few(keys.tolist(), token_ids.tolist(), now_ns)
         with self._lock:
@@ -271,13 +271,13 @@ class TokenColumns:
         return np.array(seconds, np.float64), first
 
     def note_output(self, key: int) -> None:
-        """Mark that a request has output from a `Delta`."""
+        """Mark that a `Delta` brought output."""
         slot = key & _SLOTS
         with self._lock:
             self._has_output[slot] = self._keys[slot] == key
 
     def note_token(self, key: int, now_ns: int) -> int:
-        """Record when a `Delta` brought a token. Return the previous token's time (ns), or 0 if none."""
+        """Record a `Delta`'s token. Return the previous token's time (ns), or 0."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys[slot] != key:
@@ -316,7 +316,7 @@ class TokenColumns:
         return int(np.count_nonzero(self._is_awaited))
 
     def next_taken_ns(self) -> int | None:
-        """Return the earliest time (ns) at which tokens of an awaited key with output were last taken, or None."""
+        """Return the earliest time (ns) of a last `take` among awaited keys with output, or None."""
         with self._lock:
             taken_ns = self._taken_ns[self._is_awaited & self._has_output]
         return int(taken_ns.min()) if len(taken_ns) else None

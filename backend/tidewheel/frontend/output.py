@@ -38,7 +38,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     prompt_ids: list[int] = []  # aligned with `prompt_logprobs`, and the first token
     prompt_logprobs: list[TopLogprobs] | None = None  # once, if asked
-    token_texts: dict[int, str] = {}  # of ids in what has log-probabilities
+    token_texts: dict[int, str] = {}  # of ids with log-probabilities
     embedding: Float32Array | None = None  # [hidden_size] of length 1
     tensors: Mapping[str, Array] | None = None  # outputs of a one-shot model
     cumulative_logprob: float | None = None  # of all output
@@ -51,23 +51,23 @@ Response = Sequence[OutputChunk]  # by sequence
 
 
 def is_last(response: Response) -> bool:
-    if len(response) == 1:  # most, and each is asked twice
+    if len(response) == 1:  # most, each asked twice
         return response[0].finish_reason is not None
     return all(chunk.finish_reason is not None for chunk in response)
 
 
 class StopChecker:
-    """Search for stop strings in a sequence's text, as it arrives."""
+    """Incremental search for stop strings."""
 
     def __init__(self, strings: Iterable[str], *, include_in_output: bool = False) -> None:
         self._strings = sorted(set(strings), key=len, reverse=True)
         self._first_chars = frozenset(string[0] for string in self._strings)
         self._include = include_in_output
-        self._held = ""  # longest end that may begin a stop string
+        self._held = ""  # may begin a stop string
         self.is_hit = False
 
     def may_change(self, text: str) -> bool:
-        """Return whether `push` may return another text than its argument."""
+        """Return whether `push` may change the text."""
         return bool(self._held) or not self._first_chars.isdisjoint(text)
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
@@ -100,7 +100,7 @@ class StopChecker:
 
 
 class OutputStream:
-    """Output of one sequence, collected until `take`. Not thread-safe."""
+    """Output of a sequence until `take`. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, given: Generation) -> None:
         self._tokenizer = tokenizer
@@ -134,7 +134,7 @@ class OutputStream:
             self.finish_reason = FinishReason.STOP.value
 
     def end(self, finish_reason: str) -> None:
-        """Set the finish reason and emit withheld text, unless the sequence has finished."""
+        """Set the finish reason and emit withheld text, unless finished."""
         if self.finish_reason is None:
             self.finish_reason = finish_reason
             held = "" if self._detokenizer is None else self._detokenizer.flush()
@@ -212,7 +212,7 @@ class PromptStream(OutputStream):
 
 
 class EmbeddingStream(OutputStream):
-    """Output of an embedding request: the pooled hidden states, scaled to length 1."""
+    """Pooled hidden states, scaled to length 1."""
 
     def push(self, delta: Delta) -> None:
         if delta.pooled:
@@ -222,7 +222,7 @@ class EmbeddingStream(OutputStream):
 
 
 class Outputs:
-    """Outputs of all sequences of a request, opened at the first output. Not thread-safe."""
+    """Outputs of a request's sequences, opened at the first output. Not thread-safe."""
 
     error: TidewheelError | None = None  # after `end`: there is no part to send
 
@@ -232,7 +232,7 @@ class Outputs:
         self._given = given
         self._arrival_ns = arrival_ns
         self._streams: list[OutputStream] = []
-        self._stats: dict[int, RequestStats] = {}  # by index, set at the end by the engine
+        self._stats: dict[int, RequestStats] = {}  # by index, from the engine
 
     @property
     def is_over(self) -> bool:

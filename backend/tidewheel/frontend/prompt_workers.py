@@ -86,8 +86,8 @@ Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    text: str = ""  # while the process starts, its work; then empty
-    plain: Spans = ()  # of a prompt: text of messages that must make no special token
+    text: str = ""  # while the process starts: its work
+    plain: Spans = ()  # must make no special token
     token_ids: bytes = b""  # little-endian int32
     error: ErrorInfo | None = None
 
@@ -113,7 +113,7 @@ class PromptLimits(NamedTuple):
 
 
 class PromptWorkers:
-    """Encoder that gives each job to one of `count` processes, which are replaced when they end. Thread-safe."""
+    """Encoder in `count` processes, which are replaced when they end. Thread-safe."""
 
     def __init__(self, folder: TokenizerFolder, count: int, limits: PromptLimits | None = None) -> None:
         self._folder = folder
@@ -128,13 +128,13 @@ class PromptWorkers:
             self._idle.put(index)
 
     def wait_tried(self) -> None:
-        """Start all processes. Raise `ConfigError` if the model's tokenizer or template exceeds the limits."""
+        """Start all processes. Raise `ConfigError` if tokenizer or template exceeds the limits."""
         self._worker(0).wait_started()
         for index in range(1, self._count):
             self._worker(index)
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        """Return token ids [num_tokens] int32. Special tokens in `plain` spans are text. Raise as `run` does."""
+        """Return token ids [num_tokens] int32. `plain` spans make no special tokens. Raise as `run` does."""
         found = self.run(EncodeJob(text, add_special_tokens, plain))
         return np.frombuffer(found.token_ids, dtype="<i4").astype(np.int32, copy=False)
 
@@ -212,7 +212,7 @@ class _Worker:
             work, self._is_started = answer.text, not answer.text
 
     def ask(self, job: Job) -> Answer | None:
-        """Return the answer to a job; None if the process has ended."""
+        """Return the answer; None if the process has ended."""
         self.wait_started()
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(job))
@@ -232,10 +232,10 @@ class _Worker:
 
 
 class JobRunner:
-    """Tokenizer, chat template and grammar compiler that do jobs. Methods raise `InvalidRequest` or `Unsupported`."""
+    """Tokenizer, chat template and grammar compiler. Methods raise `InvalidRequest` or `Unsupported`."""
 
     def __init__(self, folder: TokenizerFolder) -> None:
-        """Load a folder's tokenizer and chat template. Raise `ConfigError`."""
+        """Raise `ConfigError`."""
         self.tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
         self.template = ChatTemplate.load(folder.path, self.tokenizer.named_tokens)
         self._controls = ControlTokens(self.tokenizer)
@@ -259,7 +259,7 @@ class JobRunner:
                 return Answer(source)
 
     def prepare(self, job: Job) -> None:
-        """Make what all jobs of this kind need, before the job's limit begins."""
+        """Make what such jobs share, before the job's limit begins."""
         match job:
             case GrammarTrial():
                 self._compiler.prepare()
@@ -308,7 +308,7 @@ def main() -> None:
     path, vocab_size, max_prompt_bytes, memory_mb, trial_s, job_s, grammar_s, *trial = sys.argv[1:]
     folder = TokenizerFolder(Path(path), int(vocab_size), int(max_prompt_bytes))
     limits = PromptLimits(int(memory_mb), float(trial_s), float(job_s), float(grammar_s))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, and thereby this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end's end ends this process
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_mb << 20, limits.memory_mb << 20))
     protect_texts()
     with Connection(0) as connection:

@@ -36,7 +36,7 @@ REJECTION_TAGS = frozenset((
 
 
 def token_bounds(limit: int) -> tuple[int, ...]:
-    """Return bucket bounds of a token histogram: 1, 2, 5, 10, 20, 50 … up to the limit."""
+    """Return bucket bounds 1, 2, 5, 10, 20, 50 … up to the limit."""
     powers = (10**exponent for exponent in range(len(str(limit))))
     return tuple(bound for power in powers for bound in (power, 2 * power, 5 * power) if bound <= limit)
 
@@ -78,13 +78,13 @@ class StatsRecorder:
             self._stats.num_received += 1
 
     def single_tokens(self, seconds: Float64Array) -> None:
-        """Count deltas of one token each. `seconds` [num_tokens]: since the previous token of its sequence."""
+        """Count deltas of one token each, `seconds` [num_tokens] after the previous tokens."""
         with self._lock:
             self._stats.num_generation_tokens += len(seconds)
             self._stats.inter_token_latency.observe_all(seconds)
 
     def tokens(self, num_tokens: int, seconds: float | None, num_prompt_tokens: int = 0) -> None:
-        """Count tokens that came together, `seconds` after the sequence's previous token (None: they are its first).
+        """Count tokens that came together, `seconds` after the sequence's previous token (None: its first).
 
         A request's first tokens come with `num_prompt_tokens`, `seconds` after arrival.
         """
@@ -120,7 +120,7 @@ class StatsRecorder:
                 self._stats.in_time[name] += is_in_time
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
-        """Count a failed or rejected request. `refused_after`: seconds since arrival, if it was refused."""
+        """Count a failed or rejected request. `refused_after`: seconds from arrival to a refusal."""
         with self._lock:
             is_rejection = error.tag in REJECTION_TAGS and not had_output
             (self._stats.rejected if is_rejection else self._stats.failed)[error.tag] += 1

@@ -47,7 +47,7 @@ class GenerateRequest:
     stream: bool = False
     echo: bool = False  # prompt before the text (not when streaming)
     arrival_ns: int = 0  # monotonic
-    traceparent: str = ""  # W3C's, of the span that asks
+    traceparent: str = ""  # W3C's
     timeout_us: int = 0  # from the arrival, by Triton or the entry; 0: none
 
     @property
@@ -58,7 +58,7 @@ class GenerateRequest:
 
 
 class EnsembleParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of TensorRT-LLM's ensemble that are translated to other parameters."""
+    """Parameters of TensorRT-LLM's ensemble that become others."""
 
     best_of: Annotated[int | None, Parameter("must be `n`: all sequences are returned", is_tensor=False)] = None
     end_id: Annotated[int | None, Parameter("one more of `stop_token_ids`")] = None
@@ -110,11 +110,11 @@ COERCIONS: Mapping[str, Coercion] = {name: _BY_KIND[field.kind] for name, field 
 
 
 class AbsentFeature(NamedTuple):
-    """Parameter of an absent feature: refused, unless its value asks for nothing."""
+    """Parameter of an absent feature, refused unless its value is neutral."""
 
     reason: str
     neutral: tuple[object, ...] = _OFF  # beside null
-    is_whole: bool = False  # the reason is all of the message, which clients of Triton's vLLM backend compare
+    is_whole: bool = False  # the reason is the whole message, which clients of Triton's vLLM backend compare
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
@@ -205,7 +205,7 @@ def parse_parameters(
         values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), ensemble.end_id)))
     is_scoring = values.get("max_tokens") == 0 and (prompt.echo or "prompt_logprobs" in values)
     if is_scoring:
-        values["max_tokens"] = 1  # is not returned: with it, all of the prompt is computed
+        values["max_tokens"] = 1  # not returned, but all of the prompt is computed
     return ParsedParameters(SamplingParams(**values), options, prompt, is_scoring)
 
 

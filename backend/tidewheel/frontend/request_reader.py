@@ -53,12 +53,12 @@ class Reader(Protocol):
 
 
 class MessageMaker:
-    """Maker of engine messages and of objects that collect output, without a tokenizer as ids. Thread-safe."""
+    """Maker of engine messages and outputs (token ids without a tokenizer). Thread-safe."""
 
     def __init__(
         self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
     ) -> None:
-        """`defaults`: sampling defaults and end tokens; None: read from the model's folder."""
+        """`defaults` None: read from the model's folder."""
         self._info = info
         self._tokenizer = tokenizer
         self.defaults = defaults or GenerationDefaults.load(Path(info.model))
@@ -69,7 +69,7 @@ class MessageMaker:
     def prepare(
         self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0
     ) -> tuple[AddRequest, Outputs]:
-        """Return the checked message and the output of a request. Raise `InvalidRequest`."""
+        """Check a request. Raise `InvalidRequest`."""
         sampling = given.sampling
         grammar = sampling.grammar
         bias = LogitBias.of(sampling.logit_bias).to_bytes() if sampling.logit_bias else (b"", b"")
@@ -142,7 +142,7 @@ class RequestReader(MessageMaker):
         self._encoder.close()
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
-        """Return a client request ready to send. Raise `InvalidRequest` or `Unsupported`."""
+        """Prepare a client's request. Raise `InvalidRequest` or `Unsupported`."""
         if request.task in ("tokenize", "detokenize"):
             return PreparedRequest(answer=self._tokenizer_answer(request))
         is_embedding = request.task == "embed"
@@ -168,7 +168,7 @@ class RequestReader(MessageMaker):
             request_id=request.request_id,
         )
         message, outputs = self.prepare(key, given, arrival_ns, request.timeout_us)
-        _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
+        _check_answer(sampling, options.n)  # last: its limit concerns valid values
         return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop))
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:

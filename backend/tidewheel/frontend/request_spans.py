@@ -56,7 +56,7 @@ class RequestSpans:
             self._make(one, wall_ns)
 
     def close(self) -> None:
-        """Export the remaining spans within two seconds."""
+        """Export within two seconds."""
         sender = threading.Thread(target=self._provider.shutdown, name=self.name, daemon=True)
         sender.start()
         sender.join(_CLOSE_S)
@@ -83,7 +83,7 @@ class RequestSpans:
 
 
 def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
-    """Return (name, begin, end) of each known stage, in monotonic nanoseconds."""
+    """Return (name, begin, end) of known stages, in monotonic ns."""
     stages = ended.stages
     moments = (
         ("queue", stages.arrival_ns, stages.scheduled_ns),

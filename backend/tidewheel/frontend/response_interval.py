@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tidewheel.processor_use import ProcessorUse
 
-# Of the available processors, for turns. All else on the way of a response costs as much again, or more.
+# Of the available processors, for turns; the rest of a response costs at least as much again.
 SHARE = 0.35
 MAX_STRETCH = 12.5  # of `stream_interval_ms`, while processors are short
 _USE_SMOOTHING, _TURN_SMOOTHING = 0.5, 1 / 32

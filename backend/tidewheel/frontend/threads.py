@@ -48,7 +48,7 @@ class Workers(Generic[T]):
         while (item := self._take()) is not None:
             try:
                 self._work(item)
-            except BaseException:  # a panic of a library, too, must not end the thread
+            except BaseException:  # library panics, too
                 logger.exception("a front-end thread failed at one request")
             del item  # with its prompt, before the wait for another
 
@@ -105,11 +105,10 @@ class Watcher:
 
 
 class ResponseSenders:
-    """Threads that send responses. A turn sends all new output of a request as one response.
+    """Threads that send responses in turns (`LiveRequest`).
 
-    A request has one turn at a time, so its responses keep their order. First tokens and ends go first, then streams
-    whose last turn is an interval ago: 0 while senders keep up, at most `stream_interval_ms`, or `MAX_STRETCH` times
-    that to keep within the budget of processor time.
+    First tokens and ends go first, then streams whose last turn is an interval ago: 0 while senders keep up, at most
+    `stream_interval_ms`, or `MAX_STRETCH` times that to keep within the budget of processor time.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class ResponseSenders:
         answer: Callable[[LiveRequest, int], None],
         engine_pid: int,
     ) -> None:
-        """Start the threads. A turn calls `answer(request, begin_ns)`, with its begin in monotonic ns."""
+        """A turn calls `answer(request, begin_ns)`, in monotonic ns."""
         self._live = live
         self._columns = columns
         self._answer = answer
@@ -131,14 +130,14 @@ class ResponseSenders:
         self._num_senders = settings.num_sender_threads
         self._changed = threading.Condition()
         self._has_timekeeper = False  # among the threads that wait
-        self._look_ns = 0  # when to look for due streams again: many at once cost less
+        self._look_ns = 0  # next look: many due streams at once cost less
         self._urgent: deque[LiveRequest] = deque()
         self._due: deque[int] = deque()
         self._is_closed = False
         self._senders = Workers("sender", self._num_senders, self._take, self._turn)
 
     def put(self, request: LiveRequest) -> None:
-        """Let a sender answer this request before all streams that wait."""
+        """Queue the request before waiting streams."""
         with self._changed:
             self._urgent.append(request)
             self._changed.notify()
@@ -148,7 +147,7 @@ class ResponseSenders:
             self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the threads. Return whether each has finished its request's turn within `timeout_s`."""
+        """Return whether each thread has finished its turn within `timeout_s`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -197,7 +196,7 @@ class ResponseSenders:
     def _seconds_to_wait(self) -> float | None:
         taken_ns = self._columns.next_taken_ns()
         if taken_ns is None:
-            return _LOOK_S if self._live else None  # another thread may leave tokens, and be held up
+            return _LOOK_S if self._live else None  # a held-up thread may leave tokens
         return max(taken_ns + self._interval_ns(), self._look_ns) * 1e-9 - time.monotonic()
 
     def _turn(self, request: LiveRequest) -> None:

@@ -42,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Load a model folder's tokenizer. Raise `ConfigError`."""
+        """Raise `ConfigError`."""
         path = folder / "tokenizer.json"
         content = read_text(path)
         if content is None:
@@ -72,7 +72,7 @@ class Tokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Raise `InternalError`."""
+        """Raise `InternalError`."""
         try:
             return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         except BaseException as error:

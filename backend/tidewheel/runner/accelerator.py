@@ -17,7 +17,7 @@ LEAVES_CAPTURES_OPEN = torch.__version__ < "2.13"
 
 
 def capture_into(graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: torch.cuda._POOL_HANDLE) -> T:
-    """Capture a function as a CUDA graph on the current stream. The pool of a failed capture must not be used again.
+    """Capture a CUDA graph on the current stream. A failed capture's pool must not be used again.
 
     `torch.cuda.graph` would collect garbage, which is slow, and leave its stream current after a failure.
     """
@@ -71,7 +71,7 @@ class CudaGraphPool:
         self.num_bytes = 0  # device memory
 
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
-        """Run a function to compile its kernels, capture it as a graph, and replay the graph to load it."""
+        """Run a function to compile its kernels, capture it, and replay the graph to load it."""
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
         captured = self._capture(function)
@@ -96,7 +96,7 @@ class CudaGraphPool:
             raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor, whose memory later captures may overwrite."""
+        """Return an alias whose memory later captures may overwrite."""
         # The CUDA array interface has no bfloat16.
         integers = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
         return integers.view(tensor.dtype)

@@ -22,7 +22,7 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Return the device. Raise `ConfigError` if CUDA is requested but unusable, or the GPU too old."""
+    """Raise `ConfigError` if CUDA is requested but unusable, or the GPU too old."""
     obstacle = cuda_obstacle() if config.device != "cpu" else "device is 'cpu'"
     if config.device == "cuda" and obstacle:
         raise ConfigError(f"device is 'cuda', but {obstacle}; or set device to 'cpu' or 'auto'")
@@ -61,7 +61,7 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 def limit_threads(weights_bytes: int) -> None:
-    """Compute a small model on one CPU thread: with two, steps took 27 times as long on two busy cores."""
+    """Use one CPU thread for a small model: two took 27 times as long on two busy cores."""
     if weights_bytes < SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
 

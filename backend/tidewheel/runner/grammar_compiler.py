@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 MAX_SOURCE_BYTES = 1 << 20
 MAX_THREADS = 4  # that compute masks
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known has 35 MB
-# Compilation recurses by rule and ends its process when the stack is full: grammars are first tried on a small stack
-# in another process.
+# Compilation recurses by rule and a full stack ends its process: another process tries grammars on a small stack.
 TRIAL_STACK_BYTES = 1 << 20
 STACK_BYTES = 16 << 20
 _END = "<|tidewheel end of answer|>"
@@ -75,7 +74,7 @@ class GrammarCompiler:
         return LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
 
     def prepare(self) -> LLTokenizer | ConfigError:
-        """Read the tokens once, in up to a second. Return, not raise, `ConfigError` if grammars cannot use them."""
+        """Read the tokens once (up to 1 s). Return, not raise, `ConfigError` if grammars cannot use them."""
         if self._tokens is None:
             try:
                 self._tokens = self._read_tokens()
@@ -94,7 +93,7 @@ class GrammarCompiler:
         return LLTokenizer(backend.to_str(), n_vocab=max(self._vocab_size, end_bit + 1), eos_token=end_bit)
 
     def compile(self, source: str, name: str, *, stack_bytes: int = STACK_BYTES) -> TokenGrammar:
-        """Return the grammar with its first mask computed. Raise `InvalidRequest` or `Unsupported`."""
+        """Compute also the first mask. Raise `InvalidRequest` or `Unsupported`."""
         tokens = self.prepare()
         if isinstance(tokens, ConfigError):
             raise Unsupported(f"{name} is set, and this model offers no grammars: {tokens}")

@@ -33,7 +33,7 @@ class GrammarState:
         self.pool = compiled.pool
 
     def follows(self, token_id: int) -> bool:
-        """Return whether the grammar consumes the token; end tokens and negative ids are not consumed."""
+        """Return False for end tokens and negative ids, which the grammar does not consume."""
         return token_id >= 0 and token_id not in self._ends
 
     def complete(self, mask: TokenMask, position: int) -> None:
@@ -62,7 +62,7 @@ class GrammarState:
 
 class TokenMask(NamedTuple):
     words: npt.NDArray[np.uint32]
-    view: memoryview  # several times as fast for single words
+    view: memoryview  # faster for single words
 
     def clear(self, bit: int) -> bool:
         word, flag = bit >> 5, 1 << (bit & 31)
@@ -113,7 +113,7 @@ class GrammarRows:
             self.states[new.row] = GrammarState(new)
 
     def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:
-        """Start to compute the masks of sampling rows in a thread; return None if no row has a grammar."""
+        """Start to compute masks in a thread; return None if no row has a grammar."""
         indices = [index for index, row in enumerate(rows.tolist()) if row in self.states]
         if not indices:
             return None
@@ -123,7 +123,7 @@ class GrammarRows:
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
 
     def sampled(self, job: MaskJob, batch: ScheduledBatch, wait: Callable[[], SampledTokens]) -> None:
-        """Queue a step's tokens, from `wait`, for the matchers to consume before the next masks."""
+        """Queue a step's tokens, from `wait`, for the matchers."""
         self._unread.append(_UnreadTokens(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), wait))
 
     def _filled(

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 class GraphTrial(NamedTuple):
     """Steps that show whether a model supports CUDA graphs: prompts, then decodes at other positions.
 
-    A graph freezes host computation, so a replay at other positions must give the model's logits. The first decode
+    A replay at other positions must give the model's logits. The first decode
     runs under `no_waiting`: a wait would fail a capture.
     """
 
@@ -30,7 +30,7 @@ class GraphTrial(NamedTuple):
 
     @classmethod
     def of(cls, info: RunnerInfo) -> GraphTrial | None:
-        """Return the trial for a model, or None if its context is too short."""
+        """Return None if the context is too short."""
         longest = min(max(LENGTHS), info.max_model_len - NUM_DECODES, info.max_num_batched_tokens)
         if longest < 1:
             return None

@@ -1,4 +1,4 @@
-"""Free host memory, and the claims by which engines that load together share it.
+"""Free host memory, and the claims by which engines share it.
 
 Linux counts memory once it is written, and a cache fills slowly. So each engine writes a claim to a memfd, which
 others find in /proc until the engine ends.
@@ -31,7 +31,7 @@ _V2 = "memory.max", "memory.current", ("active_file", "inactive_file")
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return free host memory in bytes, the least of machine and cgroups."""
+    """Return the least free host memory, in bytes, of machine and cgroups."""
     of_machine = 1024 * _amounts(root / "proc/meminfo")["MemAvailable:"]
     return min([of_machine, *(left for group in _groups(root) if (left := _left(*group)) is not None)])
 
@@ -116,9 +116,9 @@ class MemoryClaim:
         self._write()
 
     def spare(self, available: int, others: int) -> SpareMemory:
-        """Return the bytes of `available` for the cache; `others`: bytes of weights, activations and host tier."""
+        """Return the cache's part of `available` bytes; `others`: weights, activations, host tier."""
         self._claim = msgspec.structs.replace(self._claim, others=others)
-        # A cache of fixed size is compared with free memory, as other claims may never be used.
+        # A fixed cache is compared with free memory: other claims may stay unused.
         claims = _claims(self._claim) if self._claim.takes_share else {self._claim.pid: [self._claim]}
         return spare_memory(self._claim, claims, available)
 
@@ -175,7 +175,7 @@ def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
 
 
 def _read_claim(link: Path) -> ClaimRecord | None:
-    """Return the claim of a process of this user; others could forge claims."""
+    """Return a claim of this user; others could forge claims."""
     try:
         if not str(link.readlink()).startswith(f"/memfd:{_NAME}") or link.lstat().st_uid != os.getuid():
             return None

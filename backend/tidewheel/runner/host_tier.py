@@ -42,7 +42,7 @@ class HostBlocks:
         self._staging = torch.empty(num_staged, *shape, dtype=dtype, device=kv.device)
 
     def slot(self, index: int) -> torch.Tensor:
-        """Return a slot's keys and values [2 * num_layers, block_size, num_kv_heads, head_dim]."""
+        """Return keys and values [2 * num_layers, block_size, num_kv_heads, head_dim]."""
         return self._slabs[index // self._slab_slots][index % self._slab_slots]
 
     def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
@@ -96,7 +96,7 @@ class TransferStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def running(self) -> AbstractContextManager[object]:
-        """Return a context for copies that start after all earlier work."""
+        """Return a context for copies after all earlier work."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -125,7 +125,7 @@ class BlockTransfers:
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
-        """Queue a batch's copies. Raise `InternalError` if the device refuses."""
+        """Queue copies. Raise `InternalError` if the device refuses."""
         try:
             if self._is_writing_out:
                 self._transfer_stream.join()
@@ -152,7 +152,7 @@ class BlockTransfers:
             self._is_writing_out = True
 
     def seconds_per_block(self) -> float | None:
-        """Return the time of a copy, None without a host tier. Overwrites blocks: call before the first batch."""
+        """Return the time of a copy; None without a host tier. Overwrites blocks: call before the first batch."""
         if self._host is None:
             return None
         count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self.kv.blocks))

@@ -6,7 +6,7 @@ from tidewheel.one_shot.signature import Signature
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a loaded model; memory in bytes. `engine.messages.EngineInfo` extends them."""
+    """Properties of a loaded model; memory in bytes."""
 
     model: str  # folder
     architecture: str
@@ -30,6 +30,6 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     swap_seconds_per_block: float | None = None  # one way; None: no host tier
     graph_bytes: int = 0
-    device_bytes: int = 0  # GPU memory; 0: a CPU
+    device_bytes: int = 0  # 0: a CPU
     stage_seconds: dict[str, float] = {}
     signature: Signature | None = None  # of a one-shot model

@@ -55,7 +55,7 @@ DeviceInputs = StepInputs[torch.Tensor, torch.Tensor]
 
 
 class ForwardBounds(NamedTuple):
-    """Host-side fields of `AttentionMetadata`: exact values, or upper bounds for a CUDA graph."""
+    """Host fields of `AttentionMetadata`: exact, or upper bounds for a CUDA graph."""
 
     max_seqlen_q: int
     max_seq_len: int
@@ -109,7 +109,7 @@ class RowTable:
         )
 
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
-        """Update the host tables; return arrays that `apply` takes once they are on the device."""
+        """Update the host tables; return arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
             self._blocks[places] = batch.block_ids
@@ -121,7 +121,7 @@ class RowTable:
             return ()
         flat = batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices
         prompts = [new.token_ids for new in batch.new_rows]
-        # Values are read back: duplicate indices get one value in any order of writes.
+        # Read back: duplicate indices get one value in any order of writes.
         return flat, self._blocks[places], np.concatenate(prompts) if prompts else np.empty(0, dtype=np.int32)
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
@@ -194,7 +194,7 @@ class RowTable:
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
         """Return the rows' block ids [n, max_blocks] int32."""
         blocks = self._device_blocks
-        if self._shares_memory:  # a constant width elsewhere: other strides recompile kernels
+        if self._shares_memory:  # elsewhere constant: other strides recompile kernels
             blocks = blocks[:, : -(-max_seq_len // self._block_size)]
         return blocks.index_select(0, rows)
 
@@ -206,7 +206,7 @@ class RowTable:
         return self._flat_tokens.index_select(0, indices)
 
     def known_tokens_at(self, indices: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return stored token ids, clamped to the vocabulary: an id outside would end the device context."""
+        """Return token ids, clamped to the vocabulary: others would end the device context."""
         return self.tokens_at(indices).clamp_(0, vocab_size - 1)
 
     def history(self, store_indices: torch.Tensor) -> TokenHistory:
@@ -222,7 +222,7 @@ def share_memory(groups: Groups) -> DeviceArrays:
 
 
 class StagingSender:
-    """Copier of step inputs to fixed device memory, asynchronously and after the device has read the old inputs.
+    """Asynchronous copier of step inputs to fixed device memory, after the device has read the old ones.
 
     As graphs require, an array keeps its address while the sizes of earlier arrays stay. The first array that does
     not fit, and all after it, go into a new tensor.

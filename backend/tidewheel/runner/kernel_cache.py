@@ -53,7 +53,7 @@ class CompileLog:
 
 
 def prepare_kernels(device: torch.device, report: Progress = no_progress) -> CompileLog | None:
-    """Run a small kernel and return a listener; None on devices without kernels. Raise `ConfigError` on failure."""
+    """Try a small kernel and return a listener; None without kernels. Raise `ConfigError`."""
     if device.type != "cuda" or set(preferences().values()) == {"reference"}:
         return None
     if importlib.util.find_spec("triton") is None:

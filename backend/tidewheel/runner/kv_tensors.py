@@ -48,7 +48,7 @@ class MemoryBudget(NamedTuple):
     host_bytes: int | None = None  # bound of a CPU cache
 
     def least_setting(self, num_bytes: int) -> float | None:
-        """Return the least `setting` (MiB, or fraction of the GPU) that holds `num_bytes`; None if none does."""
+        """Return the least `setting` (MiB, or GPU fraction) for `num_bytes`, if any."""
         if self.gpu_bytes is None:
             fits = self.host_bytes is None or num_bytes <= self.host_bytes
             return -(-num_bytes // MIB) if fits else None
@@ -92,7 +92,7 @@ def decide_size(
     *,
     may_shorten: bool = False,
 ) -> CacheSize:
-    """Return the number of blocks (`num_blocks`, or all that `budget` holds) and the context length they allow.
+    """Return the number of blocks (`num_blocks`, or what `budget` holds) and the context length.
 
     Raise `ConfigError` if the cache exceeds free host memory, or holds no request of `max_model_len` tokens;
     `may_shorten` lowers `max_model_len` instead.
@@ -167,7 +167,7 @@ class KVTensors:
 
 
 def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:
-    """Copy ids to an int64 tensor [n] without waiting: torch keeps pinned memory until the copy is done."""
+    """Copy ids to int64 [n] without waiting: torch keeps pinned memory until the copy is done."""
     index = torch.from_numpy(ids.astype(np.int64))
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
@@ -175,7 +175,7 @@ def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 256
-HEADROOM = 4.0  # least factor between the largest representable and the largest seen value
+HEADROOM = 4.0  # least ratio of the largest representable to the largest seen value
 # Normal numbers of float16.
 LEAST_EXPONENT, MOST_EXPONENT = -14, 15
 

@@ -164,10 +164,7 @@ def cache_budget(
     device: torch.device,
     claim: MemoryClaim | None,
 ) -> MemoryBudget:
-    """Return the memory budget of the KV cache. `claim`: None on a GPU.
-
-    `needs`: other bytes by name, on a GPU only those not taken yet.
-    """
+    """`needs`: other bytes by name, on a GPU those not taken yet. `claim`: None on a GPU."""
     if device.type == "cuda" and config.kv_cache_memory_mb is None:
         return gpu_budget(config, needs, device)
     spare = None if claim is None else claim.spare(available_host_bytes(), sum(needs.values()))

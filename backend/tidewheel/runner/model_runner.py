@@ -201,7 +201,7 @@ class ModelRunner:
         return self.launch(batch).wait()
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start a step without waiting; the device runs launched steps in order."""
+        """Start a step without waiting; the device runs steps in order."""
         if self._threads is not None:
             self._threads.adapt()
         self._use(batch.weights)
@@ -232,7 +232,7 @@ class ModelRunner:
         return pending
 
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [n, vocab_size] of decodes, computed eagerly and by graph replay."""
+        """Return decodes' logits [n, vocab_size], eager and by graph."""
         graph = None if self._graphs is None else self._graphs.find_decodes(batch)
         assert graph is not None
         with torch.inference_mode():
@@ -242,7 +242,7 @@ class ModelRunner:
         return computed, graph.forward.output[: len(batch.rows)]
 
     def decode_without_waiting(self, batch: ScheduledBatch) -> None:
-        """Run decodes twice. Raise if the second run, with all kernels compiled, waits for the device."""
+        """Run decodes twice. Raise if the second, compiled run waits for the device."""
         assert self._accelerator is not None
         with torch.inference_mode():
             forward = self._eager_forward(batch)

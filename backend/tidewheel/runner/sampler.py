@@ -37,7 +37,7 @@ class SamplerOutput(NamedTuple):
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Sequence[bool]) -> torch.Tensor:
-    """Return token ids [S] int64 without reading device values. `flags`: those of `SamplingTensors`."""
+    """Return ids [S] int64 without reading device values. `flags`: of `SamplingTensors`."""
     temperature, top_k, top_p, min_p, uniform = draw
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
 

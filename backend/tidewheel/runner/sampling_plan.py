@@ -70,14 +70,14 @@ class LogitRules:
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> tuple[Int32Array, Int32Array]:
-        """Return lengths of the forbidden words short enough to end at `position`, and their concatenated tokens."""
+        """Return lengths and concatenated tokens of the forbidden words that could end at `position`."""
         count = int(np.searchsorted(self._word_lengths, position + 1, side="right"))
         lengths = self._word_lengths[:count]
         return lengths, self._word_tokens[: int(lengths.sum())]
 
 
 class DrawColumns(NamedTuple):
-    """Sampling parameters of S rows as host arrays, for `tidewheel_kernels.SamplingTensors`."""
+    """Host arrays of S rows for `tidewheel_kernels.SamplingTensors`."""
 
     temperature: Float32Array
     top_k: Int32Array
@@ -99,7 +99,7 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class PenaltyColumns(NamedTuple):
-    """Penalties of P rows as host arrays, for `tidewheel_kernels.PenaltyTensors`."""
+    """Host arrays of P rows for `tidewheel_kernels.PenaltyTensors`."""
 
     rows: Int32Array
     num_prompt_tokens: Int32Array
@@ -191,7 +191,7 @@ class SamplingTable:
         self._rules: dict[int, LogitRules] = {}
 
     def update(self, batch: ScheduledBatch) -> None:
-        """Add and remove rows. Raise `RowError` for parameters that cannot be prepared."""
+        """Raise `RowError` for parameters that cannot be prepared."""
         for row in batch.freed_rows.tolist():
             self._has_rules[row] = False
             self._rules.pop(row, None)

@@ -115,7 +115,7 @@ class PromptGraph(NamedTuple):
     residual: torch.Tensor
 
     def logits(self, meta: AttentionMetadata, num_tokens: int, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Run a step, whose padded inputs are on the device; return logits [len(logit_indices), vocab_size]."""
+        """Return logits [len(logit_indices), vocab_size] from padded inputs on the device."""
         first, *others = self.pieces
         attended = self.attended[:num_tokens]
         first.replay()
@@ -138,7 +138,7 @@ class StepGraphs:
         self._prompts: list[PromptGraph] = []  # ascending
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
-        """Capture all graphs with padding rows, the largest first: smaller graphs reuse their memory."""
+        """Capture the largest graphs first: smaller ones reuse their memory."""
         captures = [partial(self._add_decodes, size) for size in sorted(sizes.decodes, reverse=True)]
         captures += [partial(self._add_decodes, s, may_split=False) for s in sorted(sizes.unsplit, reverse=True)]
         captures += [partial(self._add_prompts, size) for size in sorted(sizes.prompts, reverse=True)]
@@ -205,7 +205,7 @@ class StepGraphs:
             return after.begin(*before.end(attended, cut.residual), places, kv)
 
         graph, cut = pool.capture(begin)
-        # Outside the pool, as it is written between replays. Larger graphs have room for smaller ones.
+        # Outside the pool: written between replays. Larger graphs have room for smaller ones.
         attended = self._prompts[0].attended[:size] if self._prompts else torch.zeros_like(cut.queries)
         pieces, queries = [graph], [pool.unowned(cut.queries)]
         for before, after, kv in zip(model.layers, model.layers[1:], kv_layers[1:], strict=False):

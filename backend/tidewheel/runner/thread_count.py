@@ -8,9 +8,9 @@ MAX_LATE = 0.35  # of the time, by all threads of a step together
 
 
 class StepThreads:
-    """Number of CPU threads of torch's and our C operations: fewer while other processes hold them up.
+    """Number of CPU threads of a step: fewer while other processes hold them up.
 
-    A product waits for its last thread, and a thread that shares its core is late in each product.
+    A product waits for its last thread, which is late if it shares its core.
     """
 
     def __init__(self, most: int) -> None:
@@ -18,7 +18,7 @@ class StepThreads:
         self._meter = ProcessorMeter(counts_waits=True)
 
     def adapt(self) -> None:
-        """Set the number for the next steps, if a reading of the processors' use is due."""
+        """Set the number, if a reading of processor use is due."""
         if (use := self._meter.read()) is not None:
             torch.set_num_threads(self.observe(use))
 

@@ -34,7 +34,7 @@ class WarmUpRow(NamedTuple):
 
 Settings = dict[str, Any]  # arguments of `SamplingParams`
 
-# Every sampling stage, so that its memory holds for any request.
+# Every sampling stage: no request takes more memory.
 EVERY_STAGE = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5,
     prompt_logprobs=5,
@@ -47,7 +47,7 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(info: RunnerInfo, run: Callable[[ScheduledBatch], object], progress: Progress) -> None:
-    """Run all synthetic steps. Raise `ConfigError` if the cache leaves too little memory."""
+    """Raise `ConfigError` if the cache leaves too little memory."""
     batches = list(warm_up_batches(info))
     try:
         for done, batch in enumerate(batches):

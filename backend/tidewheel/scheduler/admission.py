@@ -183,7 +183,7 @@ class AdmissionControl:
         return members
 
     def _check_size(self, request: Request, count: int) -> None:
-        """Raise `InvalidRequest` if `count` such requests could never wait together, or never run."""
+        """Raise `InvalidRequest` if `count` such requests could never wait together or run."""
         limits, kv = self._state.config, self._state.kv
         num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
         check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
@@ -235,7 +235,7 @@ class AdmissionControl:
         )
 
     def retry_after_ms(self, now: float) -> int:
-        """Return the time in which half of the waiting set is expected to start."""
+        """Return the time until half of the waiting set should have started."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
         waiting = self._state.waiting
@@ -258,7 +258,7 @@ class AdmissionControl:
         return f"{tokens}, and this prompt has {request.num_prompt_tokens}{_times('', count)}"
 
     def check_deadline(self, request: Request, service_class: Priority, now: float) -> None:
-        """Raise `DeadlineExceeded` if the deadline has passed, or the first token is expected after it."""
+        """Raise `DeadlineExceeded` if the first token is expected after the deadline."""
         if request.deadline is None:
             return
         state, estimate = self._state, self._estimate

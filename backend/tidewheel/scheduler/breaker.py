@@ -26,7 +26,7 @@ class BreakerState(enum.IntEnum):
 
 @dataclass(slots=True)
 class LoadSignal:
-    """Mean that fades with each observation, not with time, so that failures of slow traffic count."""
+    """Mean that fades by observation, not time: failures of slow traffic count."""
 
     name: str
     unit: str

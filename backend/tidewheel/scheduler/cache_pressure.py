@@ -13,7 +13,7 @@ from tidewheel.scheduler.step_plan import StepPlan
 
 
 def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows until each `needy` row can have one more block. Return the needy rows that must wait for a block.
+    """Preempt rows until each `needy` row can grow by a block. Return needy rows that must wait.
 
     No row is preempted for lower classes alone.
     """
@@ -138,7 +138,7 @@ def choose_victims(
     best_class = int(columns.classes[victims].min())
     spent = columns.num_preemptions >= state.config.max_preemptions
     takes_spent = bool(spent[victims].any())
-    for row in rows:  # one may free enough alone, in no better class and not preempted too often
+    for row in rows:  # one alone may free enough, in no better class and not preempted too often
         if columns.classes[row] >= best_class and (takes_spent or not spent[row]):
             if departures.add(row) + (row in relieved) >= wanted:
                 return [row]

@@ -70,7 +70,7 @@ class RowColumns:
         return cast(Request, self._requests[row])
 
     def requests(self, rows: RowArray) -> list[Request]:
-        """Return the requests of the rows, as a list that must not be changed."""
+        """Return the rows' requests, a list that must not be changed."""
         if not (len(rows) == len(self._last_rows) and np.array_equal(rows, self._last_rows)):
             self._last_rows = rows
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
@@ -171,7 +171,7 @@ class RowColumns:
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
-        """Return rows that lack one computed token, its position, and rows that lack several, without ending rows."""
+        """Return rows that lack one computed token, its position, and rows that lack several; none are ending."""
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))
@@ -184,7 +184,7 @@ class RowColumns:
         self.last_step[rows] = step_id
 
     def note_weights(self, rows: RowArray, starts: Int32Array, weights: WeightVariant) -> RowArray:
-        """Record the weights that compute chunks. Return the rows whose earlier tokens other weights computed."""
+        """Record chunks' weights. Return rows whose earlier tokens other weights computed."""
         variant = QUANTIZED if weights == "quantized" else FULL
         self.variants_used[rows] |= variant
         is_new = (self.variants_hashed.take(rows) != variant) & (self.num_pure_tokens.take(rows) > starts)

@@ -158,7 +158,7 @@ class StepControl:
             self._pressure = PressureController(config.pressure_memory, 1e-3 * config.pressure_latency_ms)
 
     def expect_weights(self, now: float) -> None:
-        """Tell the prefix cache which weights compute the next step, unless a CRITICAL request enters it."""
+        """Tell the prefix cache the next step's weights, unless a CRITICAL request enters."""
         state = self._state
         if self._pressure is None:
             return
@@ -168,7 +168,7 @@ class StepControl:
         state.kv.prefixes.weights = "quantized" if is_on and not keeps_full else "full"
 
     def choose_weights(self, batch: ScheduledBatch, rows: RowArray) -> ScheduledBatch:
-        """Return the batch with its weights. Rows that several weights compute publish no further blocks."""
+        """Return the batch with its weights. Rows of several weights publish no further blocks."""
         if self._pressure is None:
             return batch
         state = self._state
@@ -203,7 +203,7 @@ class StepControl:
         )
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
-        """Update estimates and limits after a step, which began when the previous step ended."""
+        """Update estimates and limits. A step begins when the previous one ends."""
         state = self._state
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)

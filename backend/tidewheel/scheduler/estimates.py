@@ -25,7 +25,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class LengthHistogram:
-    """Output lengths in bins of a quarter octave. Each output weighs `_FORGET` times as much as the next one."""
+    """Output lengths in quarter octaves. Each weighs `_FORGET` times as much as the next."""
 
     __slots__ = ("num_seen", "weights")
 
@@ -127,7 +127,7 @@ class StepTime:
 
     @property
     def seconds_per_token(self) -> float:
-        """Slope of the estimate; 0 until steps had different enough numbers of tokens."""
+        """Slope of the estimate; 0 until steps' sizes differ enough."""
         is_known = self._num_steps >= _MIN_STEPS and self._var > self._weight
         return max(self._cov / self._var, 0.0) if is_known else 0.0
 
@@ -156,7 +156,7 @@ class StepTime:
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
     def longest_seconds(self, num_chunk_tokens: int) -> float | None:
-        """Bound a step's seconds from above: in proportion to tokens if no slope is known. None before any step."""
+        """Bound a step's seconds: in proportion to tokens without a slope. None before any step."""
         if not self._num_steps:
             return None
         if self.seconds_per_token > 0.0:
@@ -164,7 +164,7 @@ class StepTime:
         return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int, seconds_per_block: float | None) -> bool:
-        """Return whether copying blocks to the host and back takes less time than computing the tokens again."""
+        """Return whether copying blocks out and back is faster than computing the tokens again."""
         if seconds_per_block is None:
             return False
         return 2.0 * num_blocks * seconds_per_block < num_computed_tokens * self.seconds_per_token
@@ -196,7 +196,7 @@ class ServiceEstimate:
         return self._tokens / self._seconds
 
     def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
-        """Return the time until all tokens ahead have started; with free rows, at most their prefill time."""
+        """Return the time until all tokens ahead have started: with free rows, at most their prefill."""
         pace = self.tokens_per_second(now)
         seconds = 0.0 if pace is None else num_tokens_ahead / pace
         if has_free_rows and self._step_time.is_fresh(now):

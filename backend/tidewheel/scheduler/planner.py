@@ -1,4 +1,4 @@
-"""Plan of one step: running rows that get tokens, and waiting requests that enter.
+"""Plan of one step.
 
 Requests overtake one that cannot enter only if it waits for another to compute a common prefix: small requests must
 not starve a large one.

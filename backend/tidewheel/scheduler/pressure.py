@@ -28,7 +28,7 @@ class PressureController:
         self._stepped_at = now
 
     def decide(self, now: float, kv_usage: float, wait_s: float) -> bool:
-        """Return whether there is pressure. `kv_usage`: share of KV blocks in use."""
+        """`kv_usage`: share of KV blocks in use."""
         memory = kv_usage / self._max_kv_usage
         latency = wait_s / self._max_latency_s
         if now - self._stepped_at <= HOLD_S:

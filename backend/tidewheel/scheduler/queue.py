@@ -82,12 +82,12 @@ class WaitingSet:
         return sum(self._new_tokens.values())
 
     def own_part(self, request: Request) -> str:
-        """Return the number of the tenant's new requests, as part of an error; empty without fairness."""
+        """Return the tenant's new requests, for an error; empty without fairness."""
         return "" if self._counters is None else f" ({self._num_new.get(request.tenant, 0)} of its own tenant)"
 
     @property
     def lowest_class(self) -> int:
-        """Lowest class of new requests: it and lower classes displace none. LOW + 1: any class may displace."""
+        """Lowest class of new requests: only higher classes displace. LOW + 1: any may."""
         if self._counters is not None:
             return Priority.LOW + 1
         return next((request.service_class for request in reversed(self._ages)), 0)

@@ -101,7 +101,7 @@ class Scheduler:
         self._state.kv.sessions.close(tenant, session_id)
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
-        """End all requests with the error; forget batches in flight."""
+        """End all requests; forget batches in flight."""
         state = self._state
         self._in_flight.clear()
         state.last_applied = state.stats.num_steps - 1
@@ -171,7 +171,7 @@ class Scheduler:
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:
-        """Return by class how many seconds its oldest request that never ran has waited; 0 without any."""
+        """Return by class the seconds that its oldest request has waited unstarted; 0 if none."""
         oldest = self._state.waiting.oldest_by_class()
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 
@@ -183,7 +183,7 @@ class Scheduler:
         return list(self._state.requests.values())
 
     def check_invariants(self) -> None:
-        """Check all tables against each other, in O(blocks + requests). Raise `InternalError`."""
+        """Check all tables, in O(blocks + requests). Raise `InternalError`."""
         state = self._state
         state.check_invariants()
         require(len(self._in_flight) <= self.max_inflight_steps, "too many batches in flight")

@@ -143,7 +143,7 @@ class SchedulerState:
                 self.stats.num_downgraded_deadline += 1
 
     def is_over_quota(self, request: Request) -> bool:
-        """Return whether the request takes its tenant over its block quota. Shared blocks count for each holder."""
+        """Return whether the request exceeds its tenant's block quota. Shared blocks count for each holder."""
         tenant, kv = request.tenant, self.kv
         limit = limits_of(self.config.tenants, tenant).max_blocks
         if limit is None or request.was_over_quota:
@@ -169,7 +169,7 @@ class SchedulerState:
         self.columns.classes[request.row] = self._class_that_counts(request)
 
     def shortage(self) -> BlockShortage | None:
-        """Return the shortage that holds up the first request in line, or None."""
+        """Return the shortage of the first request in line, or None."""
         blocked, num_free = self.blocked, self.kv.num_free_blocks
         if blocked is None or next(self.waiting.candidates(with_new=True), None) is not blocked.request:
             return None
@@ -236,7 +236,7 @@ class SchedulerState:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Queue each follower whose leader has computed all but the last token of their prompt."""
+        """Queue followers whose leader has computed all but the prompt's last token."""
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self.leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:

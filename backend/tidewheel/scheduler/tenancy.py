@@ -69,7 +69,7 @@ class TenantTable:
         self._unnamed = OrderedDict((name, made) for name, made in unnamed.items() if made and name not in tenants)
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        """Raise `Busy` if the tenant is over its rates, with the time until the requests fit."""
+        """Raise `Busy`, with the time until the requests fit the rates."""
         if not self._tenants:
             return
         account = account_of(self._tenants, tenant)
@@ -89,7 +89,7 @@ class TenantTable:
         self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """Correct the reservation by the request's real use; a request that never started used nothing."""
+        """Correct the reservation by real use: nothing, if never started."""
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
         self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)

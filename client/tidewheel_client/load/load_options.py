@@ -69,7 +69,7 @@ def parse_qos(text: str) -> dict[str, float]:
 
 @lru_cache(maxsize=4)
 def read_prompts(path: str) -> tuple[str, ...]:
-    """Return the file's non-empty lines, or nothing without a path."""
+    """Return non-empty lines; none without a path."""
     if not path:
         return ()
     try:
@@ -105,7 +105,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a parser that only checks, as locust's web page needs options as text."""
+    """Return a parser that only checks: locust's web page needs text."""
 
     def check(text: str) -> str:
         parse(text)
@@ -121,7 +121,7 @@ class LoadRequest(NamedTuple):
 
 
 class Work:
-    """Source of one user's requests, the same for one seed and name. Raise `OptionError` for invalid options."""
+    """Source of a user's requests, fixed by seed and name. Raise `OptionError`."""
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         if args.request_timeout <= 0:

@@ -5,7 +5,6 @@
     TPOT                       mean times between tokens of streams with two or more
 
 A row's name is model and QoS class; the names of TTFT and TPOT begin with the request type. Times are milliseconds.
-The "Aggregated" row mixes all rows.
 """
 
 from __future__ import annotations

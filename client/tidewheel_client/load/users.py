@@ -26,7 +26,7 @@ _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """Locust user that sends a request and pauses; after a refusal, it waits for the retry time."""
+    """Locust user that pauses after each request, or waits for a refusal's retry time."""
 
     abstract = True
     kind: ClassVar[str]
@@ -67,15 +67,15 @@ class LoadUser(User):
 
     @classmethod
     def address(cls, args: argparse.Namespace, host: str | None) -> str:  # noqa: ARG003
-        """Return the server's URL or HOST:PORT. `host`: locust's option."""
+        """Return URL or HOST:PORT. `host`: locust's option."""
         return str(host or cls.host)
 
     def connect(self) -> Any:
-        """Return a connection with a method `close`."""
+        """Return an object with `close`."""
         raise NotImplementedError
 
     def send(self, request: LoadRequest, timing: Timing) -> None:
-        """Send a request and time its answer. Raise `RequestError` unless the answer is complete."""
+        """Raise `RequestError` unless the answer is complete."""
         raise NotImplementedError
 
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.one_shot.shared_memory import shared_folder
 from support.triton import fake_triton
+
+__all__ = ["fresh_server", "shared_folder"]
 
 sys.modules["triton_python_backend_utils"] = fake_triton
 

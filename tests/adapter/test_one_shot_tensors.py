@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tidewheel.adapter.responder import TritonSink
 from tidewheel.errors import ConfigError, InvalidRequest, PromptTooLarge
 from tidewheel.frontend.output import OutputChunk
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.one_shot import shared_tensors
 from tidewheel.one_shot.signature import Signature, TensorSpec
 from tidewheel_process.process_tree import arguments
 
@@ -27,14 +25,6 @@ SIGNATURE = Signature(
     (TensorSpec("image", "FP32", ("N", 3, "H")), TensorSpec("text", "BYTES", ("N", 1))),
     (TensorSpec("classes", "FP32", ("N", 10)),),
 ).with_settings({}, {})
-
-
-@pytest.fixture(autouse=True)
-def shared_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    monkeypatch.setattr(shared_tensors, "_SHARED_MEMORY", tmp_path_factory.mktemp("shm"))
-    shared_tensors.folder.cache_clear()
-    yield shared_tensors.folder()
-    shared_tensors.folder.cache_clear()
 
 
 def declared(name: str, data_type: str, dims: list[int]) -> dict[str, Any]:

@@ -172,14 +172,18 @@ def test_no_interpreter_is_an_error_that_helps(monkeypatch: pytest.MonkeyPatch) 
         python_executable()
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, SPINS), ("7", "7")])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "")],
+)
 def test_the_threads_of_an_engine_sleep_soon_unless_told_otherwise(
-    base: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+    base: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str
 ) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    if given is not None:
-        monkeypatch.setenv("GOMP_SPINCOUNT", given)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     folder = engine_dir(Path("repository"), "demo")
-    command = [sys.executable, "-c", "import os; print(os.environ['GOMP_SPINCOUNT'])"]
+    command = [sys.executable, "-c", "import os; print('spins', os.environ.get('GOMP_SPINCOUNT', ''))"]
     spawn_engine(command, new_target(folder, EngineConfig(model="none"))).wait()
-    assert last_log_line(folder) == expected
+    assert last_log_line(folder) == f"spins {expected}".strip()

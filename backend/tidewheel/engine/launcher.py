@@ -322,7 +322,9 @@ def spawn_engine(command: Sequence[str], target: folder.EngineTarget) -> Child:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
         try:
-            variables = {"GOMP_SPINCOUNT": SPINS, **python_environment()}
+            variables = python_environment()
+            if "OMP_WAIT_POLICY" not in variables:
+                variables.setdefault("GOMP_SPINCOUNT", SPINS)
             child = Child(arguments, stdout=output, stderr=output, env=variables)
         except OSError as error:
             raise ConfigError(f"the engine process cannot be started: {error}") from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidewheel.processor_use import ProcessorUse
-from tidewheel.runner.thread_count import StepThreads
+from tidewheel.processor_use import ProcessorMeter, ProcessorUse
+from tidewheel.runner.thread_count import LONG_STEP_TOKENS, StepThreads
 
 
 def test_threads_that_nobody_holds_up_stay() -> None:
@@ -20,6 +20,17 @@ def test_a_late_thread_is_left_out_until_its_processor_is_free() -> None:
     assert threads.observe(ProcessorUse(used=0.9, idle=0.1, waited=0.1)) == 1
     assert threads.observe(ProcessorUse(used=0.5, idle=0.5, waited=0.1)) == 1  # requests pause
     assert threads.observe(ProcessorUse(used=1.0, idle=0.7, waited=0.2)) == 2
+
+
+def test_long_steps_run_in_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_numbers: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", set_numbers.append)
+    monkeypatch.setattr(ProcessorMeter, "read", lambda _: None)
+    threads = StepThreads(2)
+    threads.observe(ProcessorUse(used=1.3, idle=0.0, waited=0.6))
+    for num_tokens in (1, 16, LONG_STEP_TOKENS, 2048, 1):
+        threads.adapt(num_tokens)
+    assert set_numbers == [1, 2, 1]
 
 
 def test_one_thread_stays_whatever_waits() -> None:

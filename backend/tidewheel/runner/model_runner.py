@@ -203,7 +203,7 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start a step without waiting; the device runs steps in order."""
         if self._threads is not None:
-            self._threads.adapt()
+            self._threads.adapt(batch.num_tokens)
         self._use(batch.weights)
         with torch.inference_mode():
             self._transfers.start(batch)

@@ -2,8 +2,8 @@
 
     python benchmarks cpu_kernels --save
 
-Attention reads the caches of eight layers in turn, as a step does, so that keys come from memory; products of weights
-of 4 and 8 bits read more than the last cache holds.
+Attention reads the caches of eight layers in turn, as a step does, so that keys come from memory; decodes of 4,096
+tokens, beside a plain read of their keys and values, and products of weights read more than the last cache holds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from common.study import Study, in_turns
-from engine.weight_products import compare_products
+from engine.weight_products import LEAST_BYTES, compare_products
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.activation import silu_and_mul_native
 from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
@@ -33,12 +33,15 @@ from tidewheel_kernels.rope.cpu import rope_and_cache_cpu
 ROWS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 512, 1536, 8, 4, 64, 8
 BLOCK_SIZE, SHORTEST, LONGEST = 16, 20, 200
 WARM_UP = 2 * LAYERS
+LONG_CONTEXT = 4096
+LONG_SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen3-0.6B": (16, 8, 128)}  # query heads, KV heads, head_dim
 
 
 class Case(NamedTuple):
     name: str
     native: Callable[[], object]
     torch: Callable[[], object]
+    read: Callable[[], object] | None = None  # of the same bytes
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -51,21 +54,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     per_row = -(-LONGEST // BLOCK_SIZE)
     layers = [drawn(2, ROWS * per_row, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
     tables = torch.randperm(ROWS * per_row, generator=generator).to(torch.int32).view(ROWS, per_row)
-    starts = np.arange(ROWS + 1, dtype=np.int32)
+    yield Case("decode attention", *decodes(drawn(ROWS, HEADS, HEAD_DIM), layers, tables, lengths))
 
-    def meta() -> AttentionMetadata:
-        return AttentionMetadata(
-            slot_mapping=torch.arange(ROWS), block_tables=tables, cu_seqlens_q=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(lengths), max_seqlen_q=1, max_seq_len=int(lengths.max()), num_decodes=ROWS,
-            cu_seqlens_q_cpu=starts, seq_lens_cpu=lengths,
-        )  # fmt: skip
-
-    step, q, out = meta(), drawn(ROWS, HEADS, HEAD_DIM), torch.empty(ROWS, HEADS, HEAD_DIM, dtype=dtype)
-
-    given = step, out, HEAD_DIM**-0.5, 0, 0.0, None
-    decodes = (over_layers(f, q, layers, given) for f in (paged_attention_native, paged_attention_cpu))
-    yield Case("decode attention", *decodes)
-
+    yield from long_cases(drawn)
     yield from prompt_cases(drawn)
 
     sizes = [HEADS, KV_HEADS, KV_HEADS]
@@ -88,6 +79,31 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         lambda: rms_norm_cpu(x, weight, 1e-6, residual, 0.0),
     )
     yield Case("activation", lambda: silu_and_mul_native(both), lambda: silu_and_mul_cpu(both))
+
+
+def decodes(
+    q: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lengths: np.ndarray
+) -> Iterator[Callable[[], object]]:
+    starts = np.arange(len(q) + 1, dtype=np.int32)
+    step = AttentionMetadata(
+        slot_mapping=torch.arange(len(q)), block_tables=tables, cu_seqlens_q=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lengths), max_seqlen_q=1, max_seq_len=int(lengths.max()), num_decodes=len(q),
+        cu_seqlens_q_cpu=starts, seq_lens_cpu=lengths,
+    )  # fmt: skip
+    given = step, torch.empty_like(q), q.shape[2] ** -0.5, 0, 0.0, None
+    return (over_layers(f, q, caches, given) for f in (paged_attention_native, paged_attention_cpu))
+
+
+def long_cases(drawn: Callable[..., torch.Tensor]) -> Iterator[Case]:
+    for (model, (heads, kv_heads, head_dim)), count in product(LONG_SHAPES.items(), (1, 4)):
+        blocks = np.random.default_rng(0).permutation(count * LONG_CONTEXT // BLOCK_SIZE).astype(np.int32)
+        tables = torch.from_numpy(blocks).view(count, -1)
+        cache = drawn(2, len(blocks), BLOCK_SIZE, kv_heads, head_dim)
+        caches = [cache.clone() for _ in range(LEAST_BYTES // cache.nbytes + 1)]
+        words = cycle([cache.view(torch.int64) for cache in caches])
+        lengths = np.full(count, LONG_CONTEXT, np.int32)
+        pair = decodes(drawn(count, heads, head_dim), caches, tables, lengths)
+        yield Case(f"{count} of {LONG_CONTEXT} tokens, {model}", *pair, lambda words=words: next(words).sum())
 
 
 def prompt_cases(drawn: Callable[..., torch.Tensor]) -> Iterator[Case]:
@@ -132,15 +148,14 @@ def main() -> None:
             raise SystemExit("there are no native kernels here: install gcc, or set CC")
         of_dtype = results[str(dtype).removeprefix("torch.")] = {}
         for case in cases(dtype):
-            runs = {
-                "native": lambda case=case: microseconds(case.native),
-                "torch": lambda case=case: microseconds(case.torch),
-            }
+            calls = {name: call for name, call in case._asdict().items() if callable(call)}
+            runs = {name: lambda call=call: microseconds(call) for name, call in calls.items()}
             samples = in_turns(runs, options.repeats, warm_up=WARM_UP)
             medians = {name: statistics.median(taken) for name, taken in samples.items()}
             ratio = medians["torch"] / medians["native"]
             of_dtype[case.name] = {"median_us": medians, "torch_over_native": ratio}
-            print(f"{dtype} {case.name}: {medians['native']:.0f} us, torch {medians['torch']:.0f}, {ratio:.1f} times")
+            line = f"{dtype} {case.name}: {medians['native']:.0f} us, torch {medians['torch']:.0f}, {ratio:.1f} times"
+            print(line + (f", {medians['read'] / medians['native']:.0%} of a plain read" if case.read else ""))
     study.save({"results": results, "weight_products": compare_products(max(options.repeats // 10, 1))})
 
 

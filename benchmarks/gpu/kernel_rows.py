@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from tidewheel_kernels import (
     sample,
     silu_and_mul,
 )
+from tidewheel_kernels.grouped_linear import GroupedWeights, grouped_linear, signed_by_output
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EPS = 1e-6
@@ -99,6 +101,24 @@ def down_product(shape: Shape, num_tokens: int) -> KernelCase:
     """Multiply as with `deterministic`, beside cuBLAS."""
     makers = {OURS: invariant_linear, "torch": linear}
     return product("invariant product", num_tokens, shape.intermediate, shape.hidden, makers)
+
+
+def int8_product(shape: Shape, num_tokens: int) -> KernelCase:
+    """Multiply rows rounded to int8, beside 8-bit weights alone and cuBLAS's 16 bits."""
+    sizes = shape.hidden, shape.intermediate
+
+    def maker(held: Callable[[GroupedWeights], GroupedWeights]) -> Maker:
+        def make(device: torch.device) -> Call:
+            codes = torch.randint(0, 256, sizes, dtype=torch.uint8, device=device)
+            scales = torch.ones(sizes[0], sizes[1] // 32, dtype=torch.float16, device=device)
+            weights = held(GroupedWeights(codes, scales, None, 8))
+            return partial(grouped_linear, _random(num_tokens, sizes[1], device=device), weights)
+
+        return make
+
+    case = product("int8 product", num_tokens, shape.intermediate, shape.hidden, {"torch": linear})
+    makers = {OURS: maker(signed_by_output), "8-bit weights": maker(lambda weights: weights), **case.makers}
+    return replace(case, makers=makers)
 
 
 def norm_rope_write(shape: Shape, num_tokens: int) -> KernelCase:

@@ -74,6 +74,8 @@ def product_cases(is_dry: bool) -> Iterator[KernelCase]:
     shape = SHAPES["tiny" if is_dry else "llama-3.1-8b"]
     for num_tokens in (8,) if is_dry else (128, 1, 2048):
         yield rows.down_product(shape, num_tokens)
+        if is_dry or num_tokens > rows.FEW_ROWS:
+            yield rows.int8_product(shape, num_tokens)
 
 
 def serving_products(models: Iterable[str], is_dry: bool) -> Iterator[KernelCase]:

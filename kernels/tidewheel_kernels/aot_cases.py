@@ -76,6 +76,14 @@ def _quantize_rows(width: int) -> None:
     quantize_rows(torch.empty(2, width, dtype=BF16))
 
 
+def _int8_linear(out_features: int, in_features: int, *, bias: bool) -> None:
+    from tidewheel_kernels.scaled_linear.triton_kernels import scaled_linear
+
+    weight = torch.empty(out_features, in_features, dtype=torch.int8)
+    scales, biases = torch.empty(2, out_features, 1, dtype=torch.float16)
+    scaled_linear(torch.empty(2, in_features, dtype=BF16), weight, scales, biases.to(BF16) if bias else None)
+
+
 def _linear(out_features: int, in_features: int, *, bias: bool = False, dtype: torch.dtype = BF16) -> None:
     from tidewheel_kernels.invariant_linear.triton_kernels import invariant_linear
 
@@ -92,10 +100,11 @@ def _grouped_linear(
     group_size: int = 32,
     plain: bool = False,
     dtype: torch.dtype = BF16,
+    codes_dtype: torch.dtype = torch.uint8,
 ) -> None:
     from tidewheel_kernels.grouped_linear.triton_kernels import grouped_linear
 
-    codes = torch.empty(out_features, in_features * bits // 8, dtype=torch.uint8)
+    codes = torch.empty(out_features, in_features * bits // 8, dtype=codes_dtype)
     scales = torch.empty(out_features, in_features // group_size, dtype=torch.float16)
     weights = GroupedWeights(codes, scales, None if plain else scales.clone(), bits)
     bias = None if plain else torch.empty(out_features, dtype=dtype)
@@ -185,6 +194,8 @@ CASES = (
     CompileCase("kv_cache-fp8", partial(_kv_cache, fp8=True), least_arch=89),
     CompileCase("quantize_rows-1024", partial(_quantize_rows, 1024), least_arch=89),
     CompileCase("quantize_rows-14336", partial(_quantize_rows, 14336), least_arch=89, default=False),
+    CompileCase("int8-1024-1024", partial(_int8_linear, 1024, 1024, bias=True)),
+    CompileCase("int8-4096-14336", partial(_int8_linear, 4096, 14336, bias=False), default=False),
     CompileCase("linear-1024-3072", partial(_linear, 1024, 3072)),  # splits
     CompileCase("linear-28672-4096", partial(_linear, 28_672, 4096), default=False),
     CompileCase("linear-4608-3584-bias", partial(_linear, 4608, 3584, bias=True), default=False),
@@ -196,6 +207,10 @@ CASES = (
         "grouped-decode-4-of-128",
         partial(_grouped_linear, 8, 1024, 3072, 4, group_size=128, plain=True),
         may_spill=(100,),
+    ),
+    CompileCase(
+        "grouped-decode-8-signed",
+        partial(_grouped_linear, 8, 1024, 3072, 8, group_size=3072, plain=True, codes_dtype=torch.int8),
     ),
     CompileCase("grouped-decode-4-of-64", partial(_grouped_linear, 8, 576, 576, 4, group_size=64), default=False),
     CompileCase("grouped-decode-8", partial(_grouped_linear, 8, 1024, 3072, 8), default=False),

@@ -7,8 +7,14 @@ import torch
 
 from support.kernels.grouped_weights import BITS, MINIMUMS, SIZES, drawn, drawn_weights
 from support.kernels.kernel_harness import RATIO, assert_close
-from tidewheel_kernels.grouped_linear import grouped_embedding
-from tidewheel_kernels.grouped_linear.reference import Bits, GroupedWeights, dequantize, grouped_linear_reference
+from tidewheel_kernels.grouped_linear import grouped_embedding, grouped_linear
+from tidewheel_kernels.grouped_linear.reference import (
+    Bits,
+    GroupedWeights,
+    dequantize,
+    grouped_linear_reference,
+    signed_by_output,
+)
 from tidewheel_kernels.grouped_linear.triton_kernels import grouped_linear as grouped_linear_triton
 from tidewheel_kernels.launch_config import grouped_config
 
@@ -64,6 +70,39 @@ def test_a_row_that_is_no_number_changes_no_other(device: str) -> None:
     found = grouped_linear_triton(x, weights, None)
     assert found[1].isnan().all()
     torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+
+
+def one_scale(outputs: int, inputs: int) -> GroupedWeights:
+    """Return symmetric weights of 8 bits whose outputs have one scale each, held by groups of 32."""
+    codes, scales, *_ = drawn_weights(outputs, inputs, 8)
+    return GroupedWeights(codes, scales[:, :1].repeat(1, inputs // 32), None, 8)
+
+
+@pytest.mark.parametrize("inputs", [96, 640])
+def test_many_rows_are_rounded_for_signed_weights(device: str, inputs: int) -> None:
+    weights, x = on(one_scale(72, inputs), device), drawn(17, inputs).to(device)
+    signed = signed_by_output(weights)
+    assert (signed.is_signed, signed.nbytes) == (True, 72 * inputs + 2 * 72)
+    assert torch.equal(dequantize(signed), dequantize(weights))
+    expected = grouped_linear_reference(x, weights, None)
+    assert_close("product", expected, grouped_linear_triton(x, signed, None), RATIO[torch.float32])
+    assert_close("few rows", expected[:16], grouped_linear(x[:16], signed), RATIO[torch.float32])
+    error = (grouped_linear(x, signed) - expected).square().mean() / expected.square().mean()
+    assert 0.001 < error.sqrt() < 0.02
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        drawn_weights(24, 64, 4),
+        drawn_weights(24, 64, 8),
+        drawn_weights(24, 64, 8, has_minimums=False),
+        one_scale(20, 64),
+    ],
+    ids=["4 bits", "minimums", "groups", "outputs"],
+)
+def test_other_weights_stay_unsigned(weights: GroupedWeights) -> None:
+    assert signed_by_output(weights) is weights
 
 
 @BITS

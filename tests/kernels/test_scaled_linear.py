@@ -5,12 +5,14 @@ from unittest import mock
 import pytest
 import torch
 
-from tidewheel_kernels import quantize_rows, scaled_linear
+from tidewheel_kernels import FP8, quantize_rows, scaled_linear
+from tidewheel_kernels.scaled_linear.reference import scaled_linear_reference
 from tidewheel_kernels.scaled_linear.triton_kernels import quantize_rows as quantize_triton
 from tidewheel_kernels.scaled_linear.triton_kernels import scaled_linear as linear_triton
 from tidewheel_kernels.switches import tried
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+NARROW = pytest.mark.parametrize("narrow", [FP8, torch.int8])
 
 
 def rows(num_rows: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -26,10 +28,13 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 @DTYPES
+@NARROW
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (5, 80), (3, 1024), (2, 3000)])
-def test_rows_are_rounded_as_by_the_reference(device: str, dtype: torch.dtype, num_rows: int, width: int) -> None:
+def test_rows_are_rounded_as_by_the_reference(
+    device: str, dtype: torch.dtype, narrow: torch.dtype, num_rows: int, width: int
+) -> None:
     x = rows(num_rows, width, dtype, device)
-    ours, theirs = quantize_triton(x), quantize_rows(x)
+    ours, theirs = quantize_triton(x, narrow), quantize_rows(x, narrow)
     assert same(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
 
@@ -67,13 +72,42 @@ def test_the_error_is_that_of_eight_bits() -> None:
     assert torch.equal(scaled_linear(x, *quantize_rows(weight), bias), found + bias)
 
 
-def test_a_row_that_is_no_number_changes_no_other() -> None:
-    x, weight = rows(3, 32, torch.float32, "cpu"), quantize_rows(rows(16, 32, torch.float32, "cpu"))
+@NARROW
+def test_a_row_that_is_no_number_changes_no_other(narrow: torch.dtype) -> None:
+    x, weight = rows(3, 32, torch.float32, "cpu"), quantize_rows(rows(16, 32, torch.float32, "cpu"), narrow)
     expected = scaled_linear(x, *weight)
-    x[1, 4] = float("nan")
-    found = scaled_linear(x, *weight)
-    assert found[1].isnan().all()
-    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+    for value in ("nan", "inf"):
+        x[1, 4] = float(value)
+        found = scaled_linear(x, *weight)
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+def test_integers_round_half_to_even(device: str) -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -126.4]], device=device)
+    assert quantize_triton(x, torch.int8)[0].tolist() == [[127, 0, 2, -2, -126]]
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 17, 33])
+def test_products_of_integers(device: str, dtype: torch.dtype, num_rows: int, has_bias: bool) -> None:
+    x, weight = rows(num_rows, 72, dtype, device)[:, :64], rows(40, 64, torch.float32, device)
+    bias = torch.linspace(-1, 1, 40, device=device, dtype=dtype) if has_bias else None
+    if num_rows > 1:
+        x[1, 4] = float("inf")
+    codes, scales = quantize_rows(weight, torch.int8)
+    arguments = x, codes, (scales * 2**20).half(), bias
+    expected, found = scaled_linear_reference(*arguments), linear_triton(*arguments)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_integers_err_by_half_a_step_of_each_input() -> None:
+    x, weight = rows(20, 256, torch.float32, "cpu"), quantize_rows(rows(24, 256, torch.float32, "cpu"), torch.int8)
+    values = weight[0].double() * weight[1]
+    limit = x.double().abs().amax(1, keepdim=True) / 254 * values.abs().sum(1)
+    error = (scaled_linear(x, *weight) - x.double() @ values.T).abs()
+    assert ((error.amax(1) > 0) & (error <= limit * (1 + 1e-4)).all(1)).all()
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -98,9 +132,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NARROW
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 130])
-def test_products_of_a_gpu(num_rows: int) -> None:
-    x, weight = rows(num_rows, 512, torch.bfloat16, "cpu"), quantize_rows(rows(96, 512, torch.float32, "cpu"))
+def test_products_of_a_gpu(narrow: torch.dtype, num_rows: int) -> None:
+    x, weight = rows(num_rows, 512, torch.bfloat16, "cpu"), quantize_rows(rows(96, 512, torch.float32, "cpu"), narrow)
     bias = torch.linspace(-1, 1, 96).to(torch.bfloat16)
     expected = scaled_linear(x, *weight, bias)
     found = scaled_linear(x.cuda(), *(part.cuda() for part in weight), bias.cuda()).cpu()

@@ -28,12 +28,14 @@ from tidewheel.errors import ConfigError
 from tidewheel.model_formats import QUANTIZATION_METHODS, config_refusal
 from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.models.config_fields import ConfigFields
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.linear import GroupFormat
 from tidewheel.models.quantized_checkpoint import PARSERS, QuantizedFolder, quantization_layout
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.models.weight_source import SafetensorsFolder
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
+from tidewheel_kernels import grouped_linear
 from tidewheel_kernels.grouped_linear import GroupedWeights, dequantize
 
 CPU = torch.device("cpu")
@@ -98,6 +100,41 @@ def test_groups_in_another_order_keep_their_bits(tmp_path: Path) -> None:
     found = matrix_of(folder_of(tmp_path, case.write(swapped), case.section))
     assert (found.bits, found.group_size) == (4, 64)
     assert torch.equal(dequantize(found), swapped.values())
+
+
+W8A8 = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
+
+
+def with_inputs(section: dict[str, object], inputs: dict[str, object]) -> dict[str, object]:
+    groups = section["config_groups"]
+    assert isinstance(groups, dict)
+    return {**section, "config_groups": {"group_0": {**groups["group_0"], "input_activations": inputs}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounds"),
+    [({}, True), ({"dynamic": False}, False), ({"num_bits": 4}, False), ({"symmetric": False}, False),
+     ({"strategy": "tensor"}, False), ({"type": "float"}, False)],
+)  # fmt: skip
+def test_inputs_are_rounded_where_the_file_says_so(tmp_path: Path, changes: dict[str, object], rounds: bool) -> None:
+    tensors = INT8.write(INT8.random(OUT, INPUTS))
+    source = folder_of(tmp_path, tensors, with_inputs(INT8.section, W8A8 | changes))
+    assert source.tensors["a.q_proj.weight"].kind == GroupFormat(8, 128, rounds_inputs=rounds)
+
+
+def test_a_model_with_inputs_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_linear, "preference_for", lambda _: "reference")  # as a GPU holds the weights
+    model = save_quantized_llama(tmp_path, INT8)
+    unrounded = logits_of(parts_of(tmp_path))
+    edit_config(tmp_path, quantization_config=with_inputs(INT8.section, W8A8))
+    parts = parts_of(tmp_path)
+    assert isinstance(parts.model, Decoder)
+    assert all(layer._groups.codes.dtype == torch.int8 for layer in parts.model.to_fill if layer._groups)
+    with torch.inference_mode():
+        expected = model(TOKENS.long().unsqueeze(0)).logits[0]
+    assert not torch.equal(logits_of(parts), unrounded)
+    difference = logits_of(parts) - expected
+    assert 0.001 < (difference.square().mean() / expected.square().mean()).sqrt() < 0.06
 
 
 def test_one_scale_for_a_tensor(tmp_path: Path) -> None:

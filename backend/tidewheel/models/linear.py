@@ -32,6 +32,7 @@ class GroupFormat(NamedTuple):
     bits: Literal[4, 8]
     group_size: int = 32
     has_minimums: bool = False
+    rounds_inputs: bool = False  # to int8 on a GPU, in products of many rows
 
     def num_bytes(self, num_weights: int) -> int:
         return num_weights * self.bits // 8 + num_weights // self.group_size * 2 * (1 + self.has_minimums)
@@ -82,7 +83,7 @@ class Linear:
         """Hold the matrices [outputs, in_features] of `parts` in the layer's format."""
         if isinstance(self.format, GroupFormat):
             joined = join_outputs([self._grouped(part, self.format) for part in parts])
-            self._groups = arrange(joined, self.weight.dtype)
+            self._groups = arrange(joined, self.weight.dtype, rounds_inputs=self.format.rounds_inputs)
         else:
             floats = [dequantize(part) if isinstance(part, GroupedWeights) else part for part in parts]
             self.weight, self._scales = quantize_rows(torch.cat(floats).to(self.weight.dtype))

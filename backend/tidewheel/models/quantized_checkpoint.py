@@ -1,12 +1,14 @@
 """Checkpoints quantised by AWQ, GPTQ, compressed-tensors or fp8.
 
-Tensors decide which layers are quantised, not `modules_to_not_convert` or `ignore`. Scales of activations are unused.
+Tensors decide which layers are quantised, not `modules_to_not_convert` or `ignore`. Stored scales of activations are
+unused.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -117,7 +119,17 @@ def _compressed(section: ConfigFields) -> Layout:
     layouts = [_of_scheme(scheme.section("weights"), stored) for scheme in schemes]
     if not layouts or any(layout != layouts[0] for layout in layouts):
         raise _refusal(section, "config_groups", "one scheme for all quantised layers is needed")
-    return layouts[0]
+    layout = layouts[0]
+    if isinstance(layout, layers.CompressedLayout):
+        return replace(layout, rounds_inputs=all(_rounds_inputs(scheme) for scheme in schemes))
+    return layout
+
+
+def _rounds_inputs(scheme: ConfigFields) -> bool:
+    """Return whether activations are int8 with a scale for each token."""
+    found = {"num_bits": 8, "type": "int", "symmetric": True, **scheme.section("input_activations").values}
+    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    return found.items() >= wanted.items()
 
 
 def _of_scheme(weights: ConfigFields, stored: str) -> Layout:

@@ -185,6 +185,10 @@ class CompressedLayout(IntegerLayout):
 
     main_dtypes = (torch.int8,)
     is_symmetric: bool
+    rounds_inputs: bool = False
+
+    def format(self, tensors: Tensors, size: MatrixSize) -> GroupFormat:
+        return super().format(tensors, size)._replace(rounds_inputs=self.rounds_inputs)
 
     def forms(self, size: MatrixSize) -> dict[str, TensorForm]:
         out, num_groups = size.out_features, self.num_groups(size)

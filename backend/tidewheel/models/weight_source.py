@@ -105,6 +105,7 @@ def _joined(kinds: Sequence[torch.dtype | GroupFormat]) -> MatrixFormat:
         max(form.bits for form in formats),
         min(form.group_size for form in formats),
         any(form.has_minimums for form in formats),
+        all(form.rounds_inputs for form in formats),
     )
 
 

@@ -11,6 +11,7 @@ from tidewheel_kernels.grouped_linear.reference import (
     grouped_linear_reference,
     join_outputs,
     quantize_groups,
+    signed_by_output,
 )
 from tidewheel_kernels.native.library import (
     ELEMENTS,
@@ -21,18 +22,21 @@ from tidewheel_kernels.native.library import (
     mixed_dtypes,
     native_library,
 )
+from tidewheel_kernels.scaled_linear import scaled_linear
 
 ArrangedWeights = GroupedWeights | LaneWeights
 
 _grouped_linear = NativeKernel("grouped_linear", *[POINTER] * 5, *[LONG] * 2, THREADS)
 _grouped_embedding = NativeKernel("grouped_embedding", *[POINTER] * 3, LONG, THREADS)
+FEW_ROWS = 16  # at most: not rounded for signed weights
 WORDS_PER_INPUT_GROUP = INPUT_GROUP // 4 + 3  # codes of 8 bits, scale, sum, and first sum of products
 
 
-def arrange(weights: GroupedWeights, dtype: torch.dtype) -> ArrangedWeights:
-    """Return weights in lanes for the C kernel, else as they are."""
-    on_cpu = weights.codes.device.type == "cpu" and preference_for("grouped_linear") == "auto"
-    return LaneWeights(weights) if on_cpu and native_library(dtype) is not None else weights
+def arrange(weights: GroupedWeights, dtype: torch.dtype, *, rounds_inputs: bool = False) -> ArrangedWeights:
+    """Return weights in lanes for the C kernel; elsewhere as they are, or signed with `rounds_inputs`."""
+    if weights.codes.device.type == "cpu" and preference_for("grouped_linear") == "auto":
+        return LaneWeights(weights) if native_library(dtype) is not None else weights
+    return signed_by_output(weights) if rounds_inputs else weights
 
 
 def grouped_linear(
@@ -42,10 +46,13 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Return ``x @ weights.T + bias`` [num_rows, out_features] in x's dtype; sums are float32.
 
-    The C kernel rounds x to 8 bits, with a scale by row and 32 inputs. NaN or infinity stays in its row.
+    The C kernel rounds x to 8 bits, with a scale by row and 32 inputs. For signed weights x is rounded too, if it has
+    more than `FEW_ROWS`, with a scale by row. NaN or infinity stays in its row.
     """
     if x.shape[1] != weights.in_features:
         raise ValueError(f"x has {x.shape[1]} inputs, and the weights {weights.in_features}")
+    if isinstance(weights, GroupedWeights) and weights.is_signed and x.shape[0] > FEW_ROWS:
+        return scaled_linear(x, weights.codes, weights.scales, bias)
     return _OP.chosen[x.device, x.dtype](x, weights, bias)
 
 
@@ -104,4 +111,5 @@ __all__ = [
     "grouped_linear",
     "join_outputs",
     "quantize_groups",
+    "signed_by_output",
 ]

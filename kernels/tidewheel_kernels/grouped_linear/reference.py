@@ -10,10 +10,11 @@ GROUP_SIZES = (32, 64, 128)
 INPUT_GROUP = 32  # inputs that the C kernel rounds with one scale
 LARGEST = 127  # magnitude of a number rounded to 8 bits
 LEAST = 2.0**-100  # magnitude whose reciprocal is finite
+INT8_MULTIPLE = 8  # outputs of torch._int_mm on a GPU
 
 
 class _Fields(NamedTuple):
-    codes: torch.Tensor  # [out_features, in_features * bits / 8] uint8
+    codes: torch.Tensor  # [out_features, in_features * bits / 8] uint8, or int8: see `signed_by_output`
     scales: torch.Tensor  # [out_features, in_features / group_size] float16, finite
     minimums: torch.Tensor | None  # like scales; None: code ``2**(bits - 1)`` stands for 0
     bits: Bits
@@ -47,6 +48,10 @@ class GroupedWeights(_Fields):
         return self.in_features // self.scales.shape[1]
 
     @property
+    def is_signed(self) -> bool:
+        return self.codes.dtype == torch.int8
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.codes, self.scales, self.minimums) if part is not None)
 
@@ -54,7 +59,8 @@ class GroupedWeights(_Fields):
 def _check(weights: GroupedWeights) -> None:
     """Raise `ValueError` for parts that do not fit; scales are not read."""
     codes, scales, minimums, bits = weights
-    if bits not in (4, 8) or codes.dtype != torch.uint8 or codes.dim() != 2:
+    is_signed = weights.is_signed and bits == 8 and minimums is None and scales.shape[1:] == (1,)
+    if bits not in (4, 8) or not (is_signed or codes.dtype == torch.uint8) or codes.dim() != 2:
         raise ValueError(f"codes are [out, in * bits / 8] uint8 of 4 or 8 bits; got {_shown(codes)}, {bits} bits")
     for name, part in (("scales", scales), ("minimums", minimums)):
         if part is None:
@@ -62,7 +68,7 @@ def _check(weights: GroupedWeights) -> None:
         if part.dtype != torch.float16 or part.shape != scales.shape or part.shape[:-1] != codes.shape[:1]:
             raise ValueError(f"{name} are [out, groups] float16; got {_shown(part)} for codes {_shown(codes)}")
     sizes = [size for size in GROUP_SIZES if size * scales.shape[1] == weights.in_features]
-    if not sizes:
+    if not (is_signed or sizes):
         raise ValueError(
             f"{weights.in_features} inputs with {scales.shape[1]} scales an output are not groups of 32, 64 or 128"
         )
@@ -107,12 +113,23 @@ def _unpacked(weights: GroupedWeights) -> torch.Tensor:
 def dequantize(weights: GroupedWeights) -> torch.Tensor:
     """Return the matrix [out_features, in_features] in float32."""
     values = _unpacked(weights).float().view(*weights.scales.shape, weights.group_size)
-    if weights.minimums is None:
+    if weights.minimums is None and not weights.is_signed:
         values.sub_(1 << weights.bits - 1)
     values.mul_(weights.scales.float().unsqueeze(-1))
     if weights.minimums is not None:
         values.add_(weights.minimums.float().unsqueeze(-1))
     return values.flatten(1)
+
+
+def signed_by_output(weights: GroupedWeights) -> GroupedWeights:
+    """Return symmetric weights of 8 bits, if outputs have one scale each, as int8 codes and scales [out, 1].
+
+    Others stay as they are.
+    """
+    codes, scales, minimums, bits = weights
+    if bits != 8 or minimums is not None or len(codes) % INT8_MULTIPLE or (scales != scales[:, :1]).any():
+        return weights
+    return GroupedWeights((codes ^ 0x80).view(torch.int8), scales[:, :1].contiguous(), None, bits)
 
 
 def join_outputs(parts: Sequence[GroupedWeights]) -> GroupedWeights:

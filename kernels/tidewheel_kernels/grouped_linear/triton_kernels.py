@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tidewheel_kernels.grouped_linear.reference import GroupedWeights
 from tidewheel_kernels.invariant_linear.triton_kernels import add_splits
-from tidewheel_kernels.launch_config import LinearConfig, cdiv, grouped_config
+from tidewheel_kernels.launch_config import LinearConfig, cdiv, grouped_config, next_power_of_2
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 
@@ -81,7 +81,8 @@ def grouped_linear_kernel(
         if HAS_MINIMUMS:
             weights = groups * scales + _load_factors(minimums_row_ptr, is_column, begin, num_groups, GROUP, BLOCK_K)
         else:
-            weights = (groups - (1 << BITS - 1)) * scales
+            ZERO: tl.constexpr = 0 if codes_ptr.dtype.element_ty == tl.int8 else 1 << BITS - 1
+            weights = (groups - ZERO) * scales
         weights = tl.reshape(weights, [BLOCK_N, BLOCK_K]).to(x.dtype)
         total = tl.dot(weights, tl.trans(x), total, input_precision="ieee")
     place = row.to(tl.int64)[None, :] * out_features + column[:, None]
@@ -107,7 +108,7 @@ def _product(
         "num_groups": in_features // group_size,
         "split_len": config.split_len,
         "BITS": bits,
-        "GROUP": group_size,
+        "GROUP": next_power_of_2(group_size),  # of signed weights, one group is the row
         "HAS_MINIMUMS": has[0],
         "HAS_BIAS": has[1],
         "IS_SPLIT": config.num_splits > 1,

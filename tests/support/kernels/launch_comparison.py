@@ -141,10 +141,15 @@ def norm(draw: random.Random) -> Call:
 
 
 def rounding(draw: random.Random) -> Call:
-    from tidewheel_kernels.scaled_linear.triton_kernels import quantize_rows
+    from tidewheel_kernels.scaled_linear.triton_kernels import quantize_rows, scaled_linear
 
     dtype = draw.choice((torch.bfloat16, F32))
-    return partial(quantize_rows, tensor(draw, draw.choice((1, 3, 16)), draw.choice((16, 64, 1024)), dtype=dtype))
+    x = tensor(draw, draw.choice((1, 3, 16)), draw.choice((16, 64, 1024)), dtype=dtype)
+    if draw.random() < 0.5:
+        return partial(quantize_rows, x)
+    weight = torch.ones(draw.choice((8, 24, 1024)), x.shape[1], dtype=torch.int8)
+    bias = tensor(draw, len(weight), dtype=dtype) if draw.random() < 0.5 else None
+    return partial(scaled_linear, x, weight, tensor(draw, len(weight), 1, dtype=torch.float16), bias)
 
 
 def activation(draw: random.Random) -> Call:

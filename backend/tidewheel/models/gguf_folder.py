@@ -18,10 +18,10 @@ from tidewheel.models.config_fields import MAX_CONTEXT, ConfigFields
 from tidewheel.models.gguf_header import GGUFTensor, read_header
 from tidewheel.models.gguf_tokenizer import tokenizer_files
 from tidewheel.models.rope_table import inverse_frequencies, parse_rope
-from tidewheel_process.locked_folder import FolderError, make_private
+from tidewheel_process.locked_folder import LOCK, FolderError, is_free, make_private
 
 LINK = "model.gguf"  # to the file
-VERSION = 1  # raised, it makes all folders anew
+VERSION = 2  # raised, it makes all folders anew
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TAKE_SAFETENSORS = "take the model's safetensors"
 # Files have only the factors that follow from these (convert_hf_to_gguf.py).
@@ -51,9 +51,10 @@ def derived_folder(file: Path) -> Path:
 
 
 def _remove_outdated(folder: Path, file: Path) -> None:
+    """Remove the folders of the file as it was, except those in use (`keep_folder`)."""
     for link in folder.parent.glob(f"*/{LINK}"):
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
-            if link.parent != folder and link.readlink() == file:
+            if link.parent != folder and link.readlink() == file and is_free(link.with_name(LOCK)):
                 shutil.rmtree(link.parent, ignore_errors=True)
 
 
@@ -68,6 +69,7 @@ def _make(folder: Path, file: Path) -> None:
         for name, value in {"config.json": config, **tokenizer_files(fields)}.items():
             (scratch / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
         (scratch / LINK).symlink_to(file)
+        (scratch / LOCK).touch()
         scratch.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another process has made it meanwhile

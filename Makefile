@@ -177,7 +177,7 @@ build/gcc-%:
 
 # The generated parts of docs/*.md.
 docs: venv
-	$(BIN)/python -m tidewheel.cli.reference_pages docs
+	$(BIN)/python tests/documentation/reference_pages.py docs
 
 # Lines of Python in each part; files of the backend without what measures; words of docstrings, comments and pages.
 MEASURE := $(addprefix backend/tidewheel/,bench simulate workload cli/bench*.py cli/simul*.py)

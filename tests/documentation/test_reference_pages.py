@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from documentation.reference_pages import PARTS, main, read_settings, render
 from tidewheel.adapter.repository_entry import TRITON_PARAMETERS
-from tidewheel.cli.reference_pages import PARTS, main, read_settings, render
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.errors import TAGS, ConfigError, TidewheelError, cause_and_remedy
 from tidewheel.frontend.settings import FrontendSettings

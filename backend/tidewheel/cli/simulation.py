@@ -12,7 +12,7 @@ import numpy as np
 
 from tidewheel.bench.figure_columns import COLUMNS, FigureColumn, headings
 from tidewheel.bench.tables import TextTable
-from tidewheel.cli.scaling_options import scaling_options
+from tidewheel.cli.simulation_scaling import scaling_options
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
 from tidewheel.fleet.routers import check_router

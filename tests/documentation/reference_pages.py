@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation from the code: ``python -m tidewheel.cli.reference_pages docs``.
+"""Write the generated parts of the documentation from the code: ``make docs``.
 
 A page has such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``. The comment after a setting's field
 is its meaning; a comment on a line of its own is a heading.
@@ -62,7 +62,7 @@ def render(page: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("tidewheel.cli.reference_pages", description="Write generated documentation.")
+    parser = argparse.ArgumentParser(description="Write generated documentation.")
     parser.add_argument("folder", type=Path, help="of the pages: docs")
     for path in sorted(parser.parse_args(argv).folder.glob("*.md")):
         page = path.read_text(encoding="utf-8")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -33,7 +35,6 @@ _EMBED = _SERVICE | {"add_special_tokens", "add_generation_prompt", "cache_salt"
 _OF_TASK: Mapping[AnyTask, frozenset[str]] = {
     "tokenize": _TOKENIZE, "detokenize": _TOKENIZE, "embed": _EMBED, "infer": _SERVICE
 }  # fmt: skip
-_OFF: tuple[object, ...] = ("", False, [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,65 +111,18 @@ COERCIONS: Mapping[str, Coercion] = {name: _BY_KIND[field.kind] for name, field 
 
 
 class AbsentFeature(NamedTuple):
-    """Parameter of an absent feature, refused unless its value is neutral."""
+    """Parameter in `absent_parameters.toml`, refused unless its value is neutral."""
 
     reason: str
-    neutral: tuple[object, ...] = _OFF  # beside null
+    neutral: Sequence[object] = ("", False, [])  # beside null
     is_whole: bool = False  # the reason is the whole message, which clients of Triton's vLLM backend compare
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
 
 
-def _each(names: str, reason: str, neutral: tuple[object, ...] = _OFF) -> dict[str, AbsentFeature]:
-    return dict.fromkeys(names.split(), AbsentFeature(reason, neutral))
-
-
-ABSENT: dict[str, AbsentFeature] = {
-    **_each("beam_width num_beams use_beam_search early_stopping", "beam search is not offered", (*_OFF, 1, "1")),
-    **_each("length_penalty len_penalty", "beam search is not offered, and only it uses the penalty", (0, 1, "1")),
-    "lora_name": AbsentFeature("LoRA feature is not enabled.", is_whole=True),
-    **_each("lora_task_id lora_weights lora_config adapter_id", "adapters are not offered", (*_OFF, 0)),
-    **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
-    **_each("runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids", "top_p is constant over a request"),
-    **_each("prompt_embedding_table prompt_vocab_size prompt_table_extra_id", "prompts are text or token ids"),
-    **_each("prompt_embeds decoder_text_input", "prompts are text or token ids"),
-    **_each(
-        "image images image_input image_bytes_input image_url_input video_bytes_input",
-        "images are not offered: prompts are text or token ids",
-    ),
-    **_each("num_draft_tokens use_draft_logits draft_input_ids", "drafts are not offered", (*_OFF, 0)),
-    **_each("return_context_logits return_generation_logits", "logits are not returned: ask for logprobs"),
-    **_each("chat_template continue_final_message documents", "the template is the model's own"),
-    **_each("tools chat_template_kwargs", "send it inside messages: an object with messages and tools"),
-    **_each("tool_choice functions function_call", "tools stand inside messages", (*_OFF, "none")),
-    **_each("parallel_tool_calls", "tools stand inside messages", (*_OFF, True)),
-    "max_request_s": AbsentFeature("it is a setting of the entry; a request sets deadline_ms", ()),
-    "default_max_tokens": AbsentFeature("it is a setting of the entry; a request sets max_tokens", ()),
-    # Names of OpenAI's API.
-    **_each(
-        "metadata store service_tier reasoning_effort verbosity modalities audio prediction safety_identifier "
-        "prompt_cache_key prompt_cache_retention web_search_options",
-        "it is an option of OpenAI's service: leave it out",
-        (*_OFF, {}, "auto", "default", ["text"]),
-    ),
-    "model": AbsentFeature("the address of the request names the model: leave it out"),
-    "user": AbsentFeature("there are no users: use tenant, which rates and quotas are for, or leave it out"),
-    "prompt": AbsentFeature("the prompt is text_input"),
-    "suffix": AbsentFeature("text goes on at the end of the prompt only"),
-    "stream_options": AbsentFeature("set return_num_input_tokens and return_num_output_tokens"),
-    "top_logprobs": AbsentFeature("set logprobs to the number", (*_OFF, 0)),
-    "embedding_request": AbsentFeature("set the input task to embed"),
-    "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
-    "logits_processors": AbsentFeature("code of clients is never run"),
-    "detokenize": AbsentFeature("text is always returned", (True,)),
-    "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
-    "return_log_probs": AbsentFeature("it is an input of its own: send it beside text_input"),
-    "timeout": AbsentFeature("Triton's timeout is a field of /infer and gRPC: set deadline_ms", (*_OFF, 0)),
-    "typical_p": AbsentFeature("typical sampling is not offered", (1,)),
-    "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),
-    "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
-}
+_absent = tomllib.loads(Path(__file__).with_name("absent_parameters.toml").read_text(encoding="utf-8"))["absent"]
+ABSENT = {name: AbsentFeature(**group) for group in _absent for name in group.pop("names")}
 
 SUGGESTED = (*COERCIONS, *ALIASES, WORDS, WEIGHTS, *GRAMMAR_PARAMETERS)
 

@@ -195,12 +195,7 @@ def connected(folder: ClusterFolder) -> Iterator[None]:
     from ray.serve.exceptions import RayServeException
 
     try:
-        ray.init(
-            address=folder.address,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address="127.0.0.1",
-        )
+        ray.init(address=folder.address, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1")
         yield
     except (RayError, RayServeException, OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"Ray fails: {type(error).__name__}: {first_line(str(error))}") from None

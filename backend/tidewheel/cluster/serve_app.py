@@ -91,8 +91,7 @@ def _replicas(settings: ClusterSettings) -> serve.Deployment:
         graceful_shutdown_wait_loop_s=LOOK_S,
         max_constructor_retry_count=_STARTS,
         request_router_config=RequestRouterConfig(
-            request_router_class="tidewheel.cluster.ray_router:FeedingRouter",
-            request_routing_stats_period_s=LOOK_S,
+            request_router_class="tidewheel.cluster.ray_router:FeedingRouter", request_routing_stats_period_s=LOOK_S
         ),
         version=_VERSION,
         _internal=True,

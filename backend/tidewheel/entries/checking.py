@@ -18,13 +18,7 @@ from tidewheel.adapter.repository_entry import (
 from tidewheel.config import MODEL_NOT_SET
 from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT
 from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tensors
-from tidewheel.entries.entry import (
-    CONFIG_NAME,
-    Entry,
-    UnreadableConfig,
-    read_entry,
-    served_version,
-)
+from tidewheel.entries.entry import CONFIG_NAME, Entry, UnreadableConfig, read_entry, served_version
 from tidewheel.entries.findings import Edit, Field, Finding, Problem, Severity, error, json_fields, place_of
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import foreign_format

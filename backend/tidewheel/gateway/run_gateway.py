@@ -79,11 +79,7 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
 def _serve_workers(options: StandaloneOptions) -> int:
     """Serve by processes that share a port, restarted when they die. Raise `ServeError` or `CrashLoop`."""
     remove_left_over(base := run_dir(), _PREFIX)
-    with (
-        StopSignals() as signals,
-        _reserved(options.host, options.port) as port,
-        new_folder(base, _PREFIX) as folder,
-    ):
+    with StopSignals() as signals, _reserved(options.host, options.port) as port, new_folder(base, _PREFIX) as folder:
         options = msgspec.structs.replace(options, port=port)
         workers = [GatewayWorker(folder, index, options.workers) for index in range(options.workers)]
         with _running(options, workers, signals) as children:

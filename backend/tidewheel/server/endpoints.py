@@ -29,10 +29,10 @@ class Endpoints:
         """Return the ports, each 0 replaced by a distinct free one. Raise `ServeError` for a port in use."""
         with contextlib.ExitStack() as held:
             ports = {name: port for name, port in asdict(self).items() if name != "host" and port is not None}
-            sockets = {
-                name: held.enter_context(bound(self.host, port, f"--{name}-port")) for name, port in ports.items()
+            chosen: dict[str, Any] = {
+                name: held.enter_context(bound(self.host, port, f"--{name}-port")).getsockname()[1]
+                for name, port in ports.items()
             }
-            chosen: dict[str, Any] = {name: one.getsockname()[1] for name, one in sockets.items()}
             return replace(self, **chosen)
 
     def authority(self, port: int) -> str:

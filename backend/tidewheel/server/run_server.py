@@ -25,15 +25,7 @@ from tidewheel.server.model_control import ControlSocket, ModelControl
 from tidewheel.server.model_reloads import Load
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.supervisor import Supervisor
-from tidewheel.server.tritonserver import (
-    GOOD_DESCRIPTORS,
-    MANY_DESCRIPTORS,
-    ClosedApi,
-    ControlMode,
-    TritonInstall,
-    control_flags,
-    locate,
-)
+from tidewheel.server.tritonserver import GOOD_DESCRIPTORS, MANY_DESCRIPTORS, ClosedApi, ControlMode, TritonInstall
 from tidewheel.server.workdir import WorkDir
 from tidewheel_process.child import Child, StartError
 from tidewheel_process.current_process import StopSignals, call_at_end_of, raise_descriptor_limit
@@ -112,7 +104,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     if options.endpoints.openai is not None:
         check_keys(options.endpoints.host, options.gateway.api_keys)
     console = Console(verbose=options.verbose)
-    install = locate(options.tritonserver)
+    install = tritonserver.locate(options.tritonserver)
     with (
         StopSignals() as signals,
         workdir.work_dir() as work,
@@ -204,18 +196,18 @@ def _repository(options: ServeOptions, work: WorkDir) -> Path:
 def _control(options: ServeOptions, models: Path, endpoints: Endpoints) -> tuple[list[str], Load | None]:
     """Return Triton's model control flags and a reloader. Raise `ServeError`."""
     if not options.is_closed:
-        flags = control_flags(options.model_control, options.models, options.repository_poll_s)
+        flags = tritonserver.control_flags(options.model_control, options.models, options.repository_poll_s)
         reload = partial(model_control.reload, endpoints.authority(endpoints.grpc))
         return flags, reload if options.model_control == "explicit" else None
     # Without a free descriptor, a polling Triton unloads the models that it cannot see.
     if (limit := raise_descriptor_limit()) >= MANY_DESCRIPTORS:
-        return control_flags("poll", (), _POLL_S), lambda name: repository.load_again(models / name)
+        return tritonserver.control_flags("poll", (), _POLL_S), lambda name: repository.load_again(models / name)
     if options.model_control == "explicit":
         raise ServeError(
             f"--model-control explicit needs {MANY_DESCRIPTORS} open files, and {limit} are allowed: allow more "
             "(ulimit -Hn)"
         )
-    return control_flags("none"), None
+    return tritonserver.control_flags("none"), None
 
 
 def _model_control(

@@ -50,6 +50,9 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     "governor_target_latency_ms": (0.01, 60_000.0),
     "pressure_memory": (0.01, 1.0),
     "pressure_latency_ms": (0.01, 60_000.0),
+    "device_slice_ms": (0.0, 60_000.0),
+    "device_weight": (0.01, 100.0),
+    "device_memory_share": (0.01, 1.0),
     "max_session_ttl_s": (0.0, 7 * 86_400.0),
 }
 
@@ -136,6 +139,11 @@ class EngineConfig(SchedulingSettings):
     batch_axes: str = "{}"  # batch dimension by tensor; null: none; not named: the first, if all tensors have it
     max_input_mb: int = 64  # MiB of all inputs of a request; a larger one is refused before it is copied
     check_finite: bool = True  # a request whose outputs have NaN or infinite numbers ends with an error
+
+    # sharing a device
+    device_slice_ms: float = 20.0  # longest batch of a one-shot model beside other engines; 0: no turns with them
+    device_weight: float = 1.0  # part of the device's time beside engines of weight 1
+    device_memory_share: float | None = None  # part of the device's memory; those of all engines are at most 1
 
     # metrics
     served_model_name: str = ""  # label model_name of metrics; empty: the name of the entry

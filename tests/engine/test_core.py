@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +14,25 @@ from support.engine.fake_runner import FakeRunner, PendingTokens
 from support.long_runs import examples
 from support.scheduler.scheduling import make_request
 from tidewheel.batch import RowError, SampledTokens, ScheduledBatch
+from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.errors import Busy, DeadlineExceeded, EngineDead, InvalidRequest, NotFound
 from tidewheel.request import FinishReason, Priority
+
+
+class ScriptedArbiter(UnsharedDevice):
+    """A device whose turn comes by a script of y and n."""
+
+    def __init__(self, script: str, runner: FakeRunner) -> None:
+        self._script = deque(script)
+        self._runner = runner
+        self.classes: list[int] = []
+
+    def take(self, best_class: Callable[[], int]) -> bool:
+        self.classes.append(best_class())
+        return not self._script or self._script.popleft() == "y"
+
+    def give_back(self, *, ran: bool) -> None:
+        assert not self._runner.in_flight
 
 
 class OutOfMemoryError(RuntimeError):
@@ -38,6 +58,17 @@ def test_each_step_is_announced_with_its_predicted_time() -> None:
     assert harness.beats[0] == FIRST_STEP_S
     assert harness.beats[1] > FIRST_STEP_S  # the one before may be in flight
     assert harness.beats[2:] == [pytest.approx(2.0)] * 2
+
+
+@pytest.mark.parametrize("max_inflight_steps", [1, 2])
+def test_steps_run_by_turns_and_end_before_the_device_is_given_back(max_inflight_steps: int) -> None:
+    harness = CoreHarness(max_inflight_steps=max_inflight_steps)
+    arbiter = harness.core._arbiter = ScriptedArbiter("yynyyynnyyyyyy", harness.runner)
+    harness.add(make_request("a", 4, max_tokens=5))
+    worked = [harness.core.step() for _ in range(12)]
+    assert harness.ended == {"a": FinishReason.LENGTH} and not all(worked[:8])
+    assert arbiter.classes[:2] == [int(Priority.NORMAL)] * 2 and arbiter.classes[-1] == 0
+    harness.run()
 
 
 def test_two_steps_in_flight_answer_one_step_later() -> None:

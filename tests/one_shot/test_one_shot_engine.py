@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tidewheel.batch import StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.core import EngineCore
+from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import DeadlineExceeded, InvalidRequest, ModelFailed, TidewheelError
@@ -24,8 +26,17 @@ from tidewheel.one_shot import runner as runner_module
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.one_shot.shared_tensors import PackedTensors
+from tidewheel.one_shot.signature import Arrays
 from tidewheel.request import Request
 from tidewheel.simulate.replay import Recording, replay, scheduler_of
+
+
+class SharedDevice(UnsharedDevice):
+    slice: float | None = 0.020
+
+    @property
+    def slice_s(self) -> float | None:
+        return self.slice
 
 
 class Engine:
@@ -43,6 +54,13 @@ class Engine:
         self.core = EngineCore(self.scheduler, runner, self._deliver, clock=lambda: self.now)
         self.ended: dict[str, Request] = {}
         self.reader = TensorReader(self.info)
+
+    def timed(self, run: Callable[[Arrays], Arrays], seconds: float) -> Callable[[Arrays], Arrays]:
+        def spend(inputs: Arrays) -> Arrays:
+            self.now += seconds * len(inputs["x"])
+            return run(inputs)
+
+        return spend
 
     def _deliver(self, outputs: StepOutputs) -> None:
         self.ended |= {request.request_id: request for request in outputs.finished}
@@ -117,6 +135,33 @@ def test_a_larger_request_still_runs_after_the_limit_was_lowered(make: Callable[
     engine.scheduler.reconfigure(scheduler_config(lower, engine.info), session_limits(lower))
     engine.add("b", 4.0, items=1)
     assert engine.run() == [(3, 1), (1, 1)]
+
+
+def test_batches_are_cut_to_a_slice_by_measured_time(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(record=str(tmp_path))
+    device = engine.core._arbiter = SharedDevice()
+    engine.adapter.run = engine.timed(engine.adapter.run, 0.006)  # type: ignore[method-assign]
+    for number in range(9):
+        engine.add(str(number), 4.0)
+    engine.add("large", 4.0, items=5)
+    assert [shape[0] for shape in engine.run()] == [1, 3, 3, 2, 5]
+    device.slice = None
+    for number in range(9):
+        engine.add(str(number), 4.0)
+    assert [shape[0] for shape in engine.run()] == [9]
+    engine.scheduler._recorder.flush()  # type: ignore[attr-defined]
+    (path,) = tmp_path.iterdir()
+    assert not replay(Recording(path), scheduler_of(Recording(path).header)).difference
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(0.1, True), (0.001, False)])
+def test_an_item_longer_than_a_slice_is_named_at_load(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, seconds: float, slow: bool
+) -> None:
+    times = itertools.count()
+    monkeypatch.setattr(runner_module.time, "monotonic", lambda: seconds * next(times))
+    lines = make(buckets='{"L": [2, 4]}').info.describe()
+    assert any("one item takes 100 ms, longer than a slice" in line for line in lines) == slow
 
 
 def test_urgent_requests_come_first(make: Callable[..., Engine]) -> None:

@@ -89,6 +89,30 @@ def test_a_long_prompt_takes_no_more_than_its_chunk_and_leaves_the_rest_to_other
     driver.run()
 
 
+def test_prompts_are_cut_to_a_slice_and_decodes_are_not() -> None:
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=64, least_cut_tokens=2)
+    for number in range(3):
+        driver.add(make_request(f"decode{number}", prompt=[number], max_tokens=20))
+    driver.step()
+    driver.add(make_request("long", prompt=[7] * 40))
+    batch = driver.scheduler.schedule(driver.now, 0.001)
+    assert batch is not None and batch.num_decodes == 3 and batch.num_tokens == 5
+    driver.scheduler.cancel("long")
+
+
+@pytest.mark.parametrize("policy", ["priority", "fifo"])
+def test_the_best_class_is_of_all_requests(policy: str) -> None:
+    driver = SchedulerDriver(policy=policy, max_num_seqs=1)
+    classes = [driver.scheduler.best_class()]
+    for name, priority in (("low", Priority.LOW), ("high", Priority.HIGH)):
+        driver.add(make_request(name, priority=priority, max_tokens=2))
+        classes.append(driver.scheduler.best_class())
+    driver.step()
+    classes.append(driver.scheduler.best_class())
+    assert classes == ([0, 4, 2, 2] if policy == "priority" else [0, 3, 3, 3])
+    driver.run()
+
+
 def test_the_token_budget_follows_the_target() -> None:
     driver = SchedulerDriver(
         num_blocks=512, max_num_batched_tokens=64, max_num_seqs=8, target_tpot_ms=100.0, max_model_len=600

@@ -12,6 +12,16 @@ from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
 from tidewheel.scheduler.policy import compute_density
 
 
+def test_as_many_tokens_as_a_slice_holds() -> None:
+    assert StepTime().most_tokens(1.0) == 1
+    assert learned(0.010, 0.002).most_tokens(0.051) == 20
+    equal = StepTime()
+    for number in range(9):
+        equal.observe(4, 0.010, 0.1 * number)
+    assert equal.most_tokens(0.020) == 8  # no slope: in proportion
+    assert equal.most_tokens(0.001) == 0
+
+
 def learned(overhead: float, per_token: float, noise: float = 0.0, num_steps: int = 200) -> StepTime:
     """From steps that end every 0.15 s, from 0 on."""
     chance, step_time = random.Random(5), StepTime()

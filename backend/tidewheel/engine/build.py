@@ -59,7 +59,7 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
         **msgspec.structs.asdict(runner),
     )
     for line in info.describe():
-        log.log(logging.WARNING if line == info.shortened else logging.INFO, "%s", line)
+        log.log(logging.WARNING if line in (info.shortened, info.slow_item) else logging.INFO, "%s", line)
     return info
 
 
@@ -103,6 +103,7 @@ def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
         max_model_len=info.max_model_len,
         max_inflight_steps=2 if info.async_scheduling else 1,
         policy=config.scheduling_policy,
+        least_cut_tokens=1 if config.kind == "one_shot" else 16,
         has_quantized_copy=config.pressure_quantization != "none",
         tenants=tenants,
         swap_seconds_per_block=info.swap_seconds_per_block,

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn, Protocol, TypeVar
 import numpy as np
 
 from tidewheel.batch import NO_TRANSFERS, BoolArray, RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
+from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
@@ -63,6 +64,7 @@ class EngineCore:
         receive: Callable[[], None] = lambda: None,
         beat: Callable[[float], None] = lambda _: None,
         first_step_s: float = 0.0,
+        arbiter: UnsharedDevice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Before each launch, call `beat` with the seconds to its next call: a prediction, or `first_step_s`."""
@@ -72,6 +74,7 @@ class EngineCore:
         self._receive = receive
         self._beat = beat
         self._first_step_s = first_step_s
+        self._arbiter = arbiter or UnsharedDevice()
         self._expected_s = 0.0
         self._clock = clock
         self._in_flight: deque[_StepInFlight] = deque()
@@ -99,18 +102,19 @@ class EngineCore:
         self._deliver_ended(self._scheduler.fail_all(error))
 
     def step(self) -> bool:
-        """Run a step. Return False if there was nothing to do."""
+        """Run a step. Return False if there was nothing to do, or another engine has its turn on the device."""
         self._receive()
         now = self._clock()
         self._deliver_ended(self._scheduler.expire(now))
-        batch = self._scheduler.schedule(now)
-        if batch is not None:
+        has_turn, batch = self._arbiter.take(self._scheduler.best_class), None
+        if has_turn and (batch := self._scheduler.schedule(now, self._arbiter.slice_s)) is not None:
             self._launch(batch, now)
-        if not self._in_flight:
-            return False
-        for _ in range(self._num_to_complete(batch)):
+        worked = bool(self._in_flight)
+        for _ in range(self._num_to_complete(batch) if worked else 0):
             self._complete()
-        return True
+        if not self._in_flight:
+            self._arbiter.give_back(ran=worked)
+        return worked
 
     def stats(self) -> EngineStats:
         """Return a snapshot; `busy_fraction` counts since the last snapshot."""

@@ -138,7 +138,8 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
             tensors = (*self.signature.inputs, *self.signature.outputs)
             loaded = f"model: one-shot by {self.architecture} on {self.device}, loaded in {self.load_seconds:.1f} s"
             shown = ", ".join(spec.describe() for spec in tensors)
-            return [loaded, f"batches of at most {self.max_num_batched_tokens}: {shown}"]
+            lines = [loaded, f"batches of at most {self.max_num_batched_tokens}: {shown}"]
+            return [*lines, *([self.slow_item] if self.slow_item else [])]
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
         lines = [
             f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "

@@ -22,10 +22,12 @@ from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.config import EngineConfig
 from tidewheel.engine import folder
 from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.device_arbiter import DEVICES, UnsharedDevice, share_device
 from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead, PermanentError
+from tidewheel.private_dir import run_dir
 from tidewheel_process.locked_folder import try_lock
 
 log = logging.getLogger(__name__)
@@ -79,9 +81,18 @@ class StatusFile:
 
 
 def serve(
-    config: EngineConfig, engine_dir: Path, load: LoadRunner, *, identity: str = "", linger_s: float = LINGER_S
+    config: EngineConfig,
+    engine_dir: Path,
+    load: LoadRunner,
+    *,
+    identity: str = "",
+    linger_s: float = LINGER_S,
+    devices: Path | None = None,
 ) -> int:
-    """Run the engine; return the exit code. Raise BlockingIOError if another engine runs in the folder."""
+    """Run the engine; return the exit code. Raise BlockingIOError if another engine runs in the folder.
+
+    `devices`: folder where engines that share a device meet; None: this one shares none.
+    """
     lock = try_lock(engine_dir / folder.ENGINE_LOCK, PREDECESSOR_LIMIT_S)
     if lock is None:
         raise BlockingIOError(engine_dir / folder.ENGINE_LOCK)
@@ -90,14 +101,19 @@ def serve(
         status.update()
         try:
             runner = load(config, status.progress)
-            return _serve_loaded(config, runner, status, linger_s)
+            name = engine_dir.parent.name
+            arbiter = UnsharedDevice() if devices is None else share_device(config, runner.info, devices, name)
+            with contextlib.closing(arbiter):
+                return _serve_loaded(config, runner, status, linger_s, arbiter)
         except ConfigError as error:
             log.error("the engine cannot start: %s", error)
             status.update(state="failed", message=str(error), is_given_up=isinstance(error, PermanentError))
             return EXIT_LOAD_FAILED
 
 
-def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile, linger_s: float) -> int:
+def _serve_loaded(
+    config: EngineConfig, runner: LoadedRunner, status: StatusFile, linger_s: float, arbiter: UnsharedDevice
+) -> int:
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info, time.monotonic)
     asked: list[int] = []
@@ -120,6 +136,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
             identity=status.identity,
             note=status.update,
             beat=Heartbeat(status.engine_dir).beat,
+            arbiter=arbiter,
         )
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made
@@ -172,7 +189,8 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
         )
         return EXIT_LOAD_FAILED
     try:
-        return serve(config, engine_dir, load, identity=identity, linger_s=arguments.linger_s)
+        linger_s, devices = arguments.linger_s, run_dir() / DEVICES
+        return serve(config, engine_dir, load, identity=identity, linger_s=linger_s, devices=devices)
     except BlockingIOError:
         log.error("another engine runs in this folder: stop it first")
         return EXIT_CRASHED

@@ -15,6 +15,7 @@ from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine import messages
 from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
+from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.heartbeat import ListeningClock
@@ -50,6 +51,7 @@ class EngineServer:
         identity: str = "",
         note: Callable[..., None] = lambda **_: None,
         beat: Callable[[float | None, int], None] = lambda _, __: None,
+        arbiter: UnsharedDevice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
@@ -62,6 +64,7 @@ class EngineServer:
         self._linger_s = linger_s
         self._note = note
         self._write_beat = beat
+        self._arbiter = arbiter or UnsharedDevice()
         self._clock = clock
         self._listened = ListeningClock(clock)
         self._front_ends = FrontEnds(socket)
@@ -73,6 +76,7 @@ class EngineServer:
             receive=self._receive,
             beat=self._beat,
             first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
+            arbiter=self._arbiter,
             clock=clock,
         )
         self._grammars = GrammarQueue(GrammarCompiler(Path(config.tokenizer or info.model), info.vocab_size))
@@ -106,7 +110,8 @@ class EngineServer:
         self._beat(None)
         if self._config.debug_invariants:
             self._scheduler.check_invariants()
-        self._socket.poll(1 if self._core.has_unfinished or self._grammars.num_waiting else IDLE_POLL_MS)
+        has_work = self._core.has_unfinished or self._grammars.num_waiting
+        self._arbiter.wait(self._socket, 1 if has_work else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
         now, listened = self._clock(), self._listened()

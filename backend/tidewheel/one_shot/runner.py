@@ -11,7 +11,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError, TidewheelError
 from tidewheel.one_shot.adapters import Adapter, load_adapter
-from tidewheel.one_shot.signature import Array, Arrays, Signature, TensorSpec
+from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Signature, TensorSpec
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 _BLOCKS_PER_ROW = 4  # more than a row holds, so that blocks are never short
 _MAX_REASON_CHARS = 300
+_NUM_MEASURED = 3  # items
 
 
 class FinishedRun:
@@ -36,13 +37,21 @@ class OneShotRunner:
     """
 
     def __init__(
-        self, adapter: Adapter, signature: Signature, info: RunnerInfo, *, check_finite: bool = True
+        self,
+        adapter: Adapter,
+        signature: Signature,
+        info: RunnerInfo,
+        *,
+        check_finite: bool = True,
+        slice_ms: float = 0.0,
     ) -> None:
         self.info = info
         self._adapter = adapter
         self._signature = signature
         self._check_finite = check_finite
         self._may_join = signature.is_batched
+        self._slice_ms = slice_ms
+        self._item_ms: list[float] = []
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> OneShotRunner:
@@ -65,23 +74,33 @@ class OneShotRunner:
             block_size=max_items + 1,
             num_blocks=_BLOCKS_PER_ROW * num_rows,
             weights_bytes=adapter.weights_bytes,
+            slow_item=_slow_item(_item_ms(adapter, signature), config.device_slice_ms),
             load_seconds=time.monotonic() - begin,
             signature=signature,
         )
-        return cls(adapter, signature, info, check_finite=config.check_finite)
+        return cls(adapter, signature, info, check_finite=config.check_finite, slice_ms=config.device_slice_ms)
 
     def launch(self, batch: ScheduledBatch) -> FinishedRun:
         """Run the batch's requests, all of which are new."""
         by_row = {new.row: new.request for new in batch.new_rows}
         requests = [by_row[row] for row in batch.rows.tolist()]
-        tokens = np.zeros(len(requests), np.int32)
-        for index, (request, result) in enumerate(zip(requests, self._results(requests), strict=True)):
+        tokens, begin = np.zeros(len(requests), np.int32), time.monotonic()
+        results = self._results(requests)
+        if batch.num_tokens == 1 and len(self._item_ms) < _NUM_MEASURED and not self.info.slow_item:
+            self._measure(1e3 * (time.monotonic() - begin))
+        for index, (request, result) in enumerate(zip(requests, results, strict=True)):
             request.inputs = None
             if isinstance(result, TidewheelError):
                 request.error, tokens[index] = result, SampledTokens.NOT_FINITE
             else:
                 request.outputs = result
         return FinishedRun(SampledTokens(batch.step_id, tokens))
+
+    def _measure(self, milliseconds: float) -> None:
+        """Name a slow item of a model whose sizes only its requests tell."""
+        self._item_ms.append(milliseconds)
+        if len(self._item_ms) == _NUM_MEASURED and (line := _slow_item(min(self._item_ms), self._slice_ms)):
+            log.warning("%s", line)
 
     def _results(self, requests: Sequence[Request]) -> list[Arrays | TidewheelError]:
         inputs = [request.inputs or {} for request in requests]
@@ -154,6 +173,37 @@ class OneShotRunner:
             if array.dtype.kind == "f" and not _is_finite(array):
                 return NumericError(f"output {name} is not finite (NaN or infinite); only this request is affected")
         return outputs
+
+
+def _item_ms(adapter: Adapter, signature: Signature) -> float:
+    """Return the time of an item of zeros; 0 if the model raises, or a size has no bucket."""
+    try:
+        inputs = {spec.name: np.zeros(_item_shape(spec, signature), DTYPES[spec.dtype]) for spec in signature.inputs}
+        times = [time.monotonic()]
+        for _ in range(2):  # the first allocates
+            adapter.run(inputs)
+            times.append(time.monotonic())
+        return 1e3 * (times[2] - times[1])
+    except Exception as error:
+        log.info("an item of zeros was not run: %s", _reason(error))
+        return 0.0
+
+
+def _item_shape(spec: TensorSpec, signature: Signature) -> list[int]:
+    axes = enumerate(spec.dims)
+    return [
+        1 if axis == spec.batch_axis else dim if isinstance(dim, int) else signature.buckets[dim][0]
+        for axis, dim in axes
+    ]
+
+
+def _slow_item(item_ms: float, slice_ms: float) -> str:
+    if not 0.0 < slice_ms < item_ms:
+        return ""
+    return (
+        f"one item takes {item_ms:.0f} ms, longer than a slice (device_slice_ms {slice_ms:g}): requests of other "
+        "engines of the device wait for it"
+    )
 
 
 def _part(spec: TensorSpec, array: Array, begin: int, end: int) -> Array:

@@ -96,6 +96,7 @@ class ScheduleEvent(Event, frozen=True, tag="schedule"):
     freed_rows: list[int] = []
     seconds: float = 0.0  # that planning took; 0: not measured
     weights: WeightVariant = "full"
+    slice_s: float | None = None  # longest time of the step; None: no limit
 
 
 class ApplyEvent(Event, frozen=True, tag="apply"):

@@ -151,15 +151,15 @@ class RecordingScheduler(Scheduler):
             named = self._recorder.tenant(tenant), self._recorder.names.word(session_id)
             self._recorder.write(events.SessionCloseEvent(*named, was_there))
 
-    def schedule(self, now: float) -> ScheduledBatch | None:
+    def schedule(self, now: float, slice_s: float | None = None) -> ScheduledBatch | None:
         begin = self._clock()
-        batch = super().schedule(now)
+        batch = super().schedule(now, slice_s)
         seconds = self._clock() - begin
         if batch is None:
-            self._recorder.write(events.ScheduleEvent(now))
+            self._recorder.write(events.ScheduleEvent(now, slice_s=slice_s))
             self._recorder.flush()
         elif self._recorder.is_open:
-            self._recorder.write(describe_batch(now, batch, seconds))
+            self._recorder.write(describe_batch(now, batch, seconds, slice_s))
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
@@ -234,7 +234,9 @@ class RecordingScheduler(Scheduler):
         return [request.request_id for request in requests]
 
 
-def describe_batch(now: float, batch: ScheduledBatch, seconds: float = 0.0) -> events.ScheduleEvent:
+def describe_batch(
+    now: float, batch: ScheduledBatch, seconds: float = 0.0, slice_s: float | None = None
+) -> events.ScheduleEvent:
     return events.ScheduleEvent(
         now,
         batch.step_id,
@@ -244,6 +246,7 @@ def describe_batch(now: float, batch: ScheduledBatch, seconds: float = 0.0) -> e
         freed_rows=batch.freed_rows.tolist(),
         seconds=seconds,
         weights=batch.weights,
+        slice_s=slice_s,
     )
 
 

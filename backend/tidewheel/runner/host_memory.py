@@ -36,6 +36,13 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return min([of_machine, *(left for group in _groups(root) if (left := _left(*group)) is not None)])
 
 
+def total_host_bytes(root: Path = Path("/")) -> int:
+    """Return the least host memory, in bytes, of machine and cgroups."""
+    limits = [_read(group / files[0]).strip() for group, files in _groups(root)]
+    of_machine = 1024 * _amounts(root / "proc/meminfo")["MemTotal:"]
+    return min([of_machine, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
 def keep_freed_memory() -> None:
     """Make glibc keep up to 1 GiB of freed memory: else Linux clears each layer's pages in every step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -32,4 +32,5 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     graph_bytes: int = 0
     device_bytes: int = 0  # 0: a CPU
     stage_seconds: dict[str, float] = {}
+    slow_item: str = ""  # log line, if one item of a one-shot model takes longer than a slice
     signature: Signature | None = None  # of a one-shot model

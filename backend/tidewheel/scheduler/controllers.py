@@ -183,10 +183,15 @@ class StepControl:
     def _kv_usage(self) -> float:
         return 1.0 - self._state.kv.num_free_blocks / self._state.kv.num_blocks
 
-    def limits(self, now: float) -> StepLimits:
+    def limits(self, now: float, slice_s: float | None = None) -> StepLimits:
+        """Return the limits of a step; `slice_s`: its longest time."""
         state, config, num_rows = self._state, self._state.config, self._state.config.num_rows
         num_running = state.columns.num_running
-        budget = max(self.token_budget, num_running + 1)  # each row decodes, one prompt progresses
+        budget = self.token_budget
+        if slice_s is not None:
+            fitting = max(state.step_time.most_tokens(slice_s), config.least_cut_tokens)
+            budget = min(budget, num_running + fitting)
+        budget = max(budget, num_running + 1)  # each row decodes, one prompt progresses
         max_joins = 0
         if state.waiting:
             oldest = state.waiting.oldest_arrival

@@ -163,6 +163,12 @@ class StepTime:
             return self.seconds(num_chunk_tokens)
         return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
 
+    def most_tokens(self, seconds: float) -> int:
+        """Return the tokens of a step of so many seconds: in proportion without a slope, 1 before any step."""
+        if (slope := self.seconds_per_token) > 0.0:
+            return int(self._mean_tokens + (seconds - self._mean_seconds) / slope)
+        return int(seconds * max(self._mean_tokens, 1.0) / max(self._mean_seconds, 1e-9)) if self._num_steps else 1
+
     def should_swap(self, num_computed_tokens: int, num_blocks: int, seconds_per_block: float | None) -> bool:
         """Return whether copying blocks out and back is faster than computing the tokens again."""
         if seconds_per_block is None:

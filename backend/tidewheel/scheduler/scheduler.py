@@ -16,7 +16,7 @@ from tidewheel.batch import BoolArray, Int32Array, RowArray, SampledTokens, Sche
 from tidewheel.errors import DeadlineExceeded, InternalError, InvalidRequest, NumericError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import TopLogprobs
 from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.columns import RowColumns
@@ -113,8 +113,20 @@ class Scheduler:
         self.admission.observe_ends(failed, self._now)
         return failed
 
-    def schedule(self, now: float) -> ScheduledBatch | None:
-        """Return the next batch; None if nothing can run or `max_inflight_steps` are in flight."""
+    def best_class(self) -> int:
+        """Return the best class of unfinished requests, NORMAL by a policy without classes; 0 if there are none."""
+        state = self._state
+        if not (state.requests and state.policy.by_class):
+            return int(Priority.NORMAL) if state.requests else 0
+        waiting = [priority for priority, count in enumerate(state.stats.waiting_by_class, 1) if count]
+        running: list[int] = state.columns.classes[state.columns.running].tolist()
+        return min(waiting + running)
+
+    def schedule(self, now: float, slice_s: float | None = None) -> ScheduledBatch | None:
+        """Return the next batch; None if nothing can run or `max_inflight_steps` are in flight.
+
+        Cut it to `slice_s` seconds, but not below what each row needs.
+        """
         if len(self._in_flight) >= self.max_inflight_steps:
             return None
         self._now = now
@@ -123,7 +135,7 @@ class Scheduler:
         if state.leaders:
             state.release_followers(now)
         self._control.expect_weights(now)
-        plan = StepPlanner(state, self._control.limits(now), now).plan()
+        plan = StepPlanner(state, self._control.limits(now, slice_s), now).plan()
         if plan.started:
             self._control.strategy.joined(plan.num_joined)
             self.admission.observe_starts(plan.started, now)

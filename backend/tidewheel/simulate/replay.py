@@ -158,13 +158,13 @@ class EventPlayer:
     def _schedule(self, event: record.ScheduleEvent) -> str:
         if difference := self.play(record.ExpireEvent(event.now, [])):
             return difference
-        batch = self.scheduler.schedule(event.now)
+        batch = self.scheduler.schedule(event.now, event.slice_s)
         if batch is None:
             return _differs("scheduled step", event.step_id, -1)
         self._in_flight.append(batch)
         self.num_steps += 1
         self.on_scheduled(event, batch)
-        decision = describe_batch(event.now, batch, event.seconds)
+        decision = describe_batch(event.now, batch, event.seconds, event.slice_s)
         differences = (
             _differs(f"step {event.step_id}, {name}", getattr(event, name), getattr(decision, name))
             for name in (*_COMPARED_FIRST, *decision.__struct_fields__)

@@ -1,0 +1,315 @@
+"""Turns of engines that share a device, by class, weight and measured time.
+
+Engines of one user meet in a table of the device: a file in the run folder that all map, with a row for each. The
+engine whose step runs holds a lock; a pipe wakes a waiting engine. Linux frees both when a process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import math
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.private_dir import private_dir
+from tidewheel.request import Priority
+from tidewheel.runner.host_memory import resident_bytes, total_host_bytes
+from tidewheel.runner.info import RunnerInfo
+from tidewheel.settings import shown_bytes
+from tidewheel_process.locked_folder import flock, try_lock
+
+log = logging.getLogger(__name__)
+
+DEVICES = "devices-1"  # folder of the tables; the number is of their layout
+MAX_ENGINES = 32
+JOIN_LIMIT_S = 5.0
+LOOK_S = 1.0  # between looks for engines that ended
+WAKE_MS = 10  # longest sleep of a waiting engine
+STALE_S = 0.1  # after which a waiting engine that does not look is passed over
+RETURN_S = 0.001  # time that an engine between two steps has for the next
+OVERDUE_S = 1.0  # length of a step whose end others do not wait for
+AGEING_S = 0.5  # wait that lifts an engine by a class, up to HIGH
+RECENT_S = 1.0  # how long an engine's class cuts the prompts of others
+
+_ROW = np.dtype(
+    [
+        ("name", "S64"),  # of the model's folder; empty: a free row
+        ("cores", "f8"),  # part of the device that a step takes
+        ("memory", "f8"),  # part of the device's memory; 0: not declared
+        ("class", "i8"),  # best one, when the engine last looked
+        ("waits", "i8"),  # its class while it waits; else 0
+        ("since", "f8"),
+        ("seen", "f8"),
+        ("returns_at", "f8"),  # until then, the engine is between two steps
+        ("used_s", "f8"),  # seconds of steps / weight
+    ]
+)
+_HEADER = np.dtype([("num_changes", "i8"), ("granted_at", "f8"), ("used_s", "f8")])
+
+
+_LAST = (math.inf, math.inf, -1)
+
+
+class UnsharedDevice:
+    """Device of one engine."""
+
+    @property
+    def slice_s(self) -> float | None:
+        """Return the longest time of the next step; None: no limit."""
+        return None
+
+    def take(self, best_class: Callable[[], int]) -> bool:  # noqa: ARG002
+        """Take the turn, if it is this engine's. `best_class`: of its requests; 0: none."""
+        return True
+
+    def give_back(self, *, ran: bool) -> None: ...
+
+    def wait(self, socket: zmq.Socket[bytes], timeout_ms: int) -> None:
+        socket.poll(timeout_ms)
+
+    def close(self) -> None: ...
+
+
+class DeviceShare(NamedTuple):
+    name: str  # of the model's folder
+    cores: float = 1.0  # part of the device that a step takes; 0: the engine takes no turns
+    weight: float = 1.0
+    slice_s: float = 0.02
+    memory: float = 0.0  # part of the device's memory; 0: not declared
+    is_one_shot: bool = False
+
+
+class DeviceArbiter(UnsharedDevice):
+    """One engine's view of the table. Engines whose steps together fit the device take no turns.
+
+    Next is the waiting engine of the best class, of these the one that used least time by weight. Between two steps,
+    an engine keeps the device for `RETURN_S` from engines of no better class that used more.
+    """
+
+    def __init__(self, base: Path, share: DeviceShare, clock: Callable[[], float] = time.monotonic) -> None:
+        """`base`: path of the device's files, without suffix. Raise OSError, or `ConfigError` for too much memory."""
+        self._base, self._share, self._clock = base, share, clock
+        self._is_shared = self._holds = False
+        self._next_look = self._began = 0.0
+        with try_lock(base.with_suffix(".lock"), JOIN_LIMIT_S) or _refuse(errno.EBUSY, base):
+            memory = _map(base.with_suffix(".table"), _HEADER.itemsize + MAX_ENGINES * _ROW.itemsize)
+            self._header = np.frombuffer(memory, _HEADER, 1)
+            self._rows = np.frombuffer(memory, _ROW, MAX_ENGINES, _HEADER.itemsize)
+            self._row = self._free_row()
+            self._pipe_path(self._row).unlink(missing_ok=True)
+            os.mkfifo(self._pipe_path(self._row), 0o600)
+            self._pipe = os.open(self._pipe_path(self._row), os.O_RDWR | os.O_NONBLOCK)
+            self._turn = base.with_suffix(".turn").open("ab")
+            self._rows[self._row] = (share.name.encode(), share.cores, share.memory, 0, 0, 0.0, 0.0, 0.0, 0.0)
+            self._header["num_changes"] += 1
+            self._num_changes = -1
+        self._poller = zmq.Poller()
+        self._poller.register(self._pipe, zmq.POLLIN)
+
+    @property
+    def slice_s(self) -> float | None:
+        """Return the longest time of the next step: for a language model, only while others of a better class run."""
+        if not self._is_shared or self._share.is_one_shot:
+            return self._share.slice_s if self._is_shared else None
+        is_recent = self._rows["seen"] > self._clock() - RECENT_S
+        is_better = self._rows["class"] < self._rows["class"][self._row]
+        return self._share.slice_s if (is_recent & is_better).any() else None
+
+    def take(self, best_class: Callable[[], int]) -> bool:
+        now, me, rows = self._clock(), self._row, self._rows
+        if now >= self._next_look or self._header["num_changes"][0] != self._num_changes:
+            self._look(now)
+        if not self._is_shared:
+            return True
+        service_class = best_class()
+        if not service_class:
+            self._stand_back(now)
+            return False
+        rows["class"][me], rows["seen"][me] = service_class, now
+        if self._holds:
+            self._charge(now)
+        elif not rows["waits"][me]:
+            self._begin_to_wait(now)
+        rows["waits"][me] = service_class
+        is_next = self._next(now) == me and (self._holds or self._grant(now))
+        if is_next or self._holds:
+            rows["waits"][me] = 0
+        return is_next
+
+    def give_back(self, *, ran: bool) -> None:
+        if not self._holds:
+            return
+        now = self._clock()
+        self._charge(now)
+        self._rows["returns_at"][self._row] = now + RETURN_S if ran else 0.0
+        self._header["granted_at"] = math.inf
+        self._holds = False
+        fcntl.flock(self._turn, fcntl.LOCK_UN)
+        self._wake_next(now)
+
+    def wait(self, socket: zmq.Socket[bytes], timeout_ms: int) -> None:
+        """Wait for a message or, if the engine waits for its turn, for that."""
+        if not (self._is_shared and self._rows["waits"][self._row]):
+            socket.poll(timeout_ms)
+            return
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.poll(WAKE_MS)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe, mmap.PAGESIZE)
+
+    def close(self) -> None:
+        self.give_back(ran=False)
+        self._stand_back(self._clock())
+        self._rows["name"][self._row] = b""
+        self._header["num_changes"] += 1
+        self._turn.close()
+        os.close(self._pipe)
+
+    def _begin_to_wait(self, now: float) -> None:
+        mine = self._rows[self._row]
+        if mine["returns_at"] <= now:  # it was idle, and saved no time for later
+            mine["used_s"] = max(mine["used_s"], self._header["used_s"][0])
+        mine["since"], mine["returns_at"] = now, 0.0
+
+    def _grant(self, now: float) -> bool:
+        if not flock(self._turn, fcntl.LOCK_EX):
+            return bool(now - self._header["granted_at"][0] > OVERDUE_S)
+        self._holds, self._began, self._header["granted_at"] = True, now, now
+        self._header["used_s"] = max(self._header["used_s"][0], self._rows["used_s"][self._row])
+        return True
+
+    def _charge(self, now: float) -> None:
+        self._rows["used_s"][self._row] += (now - self._began) / self._share.weight
+        self._began = self._header["granted_at"][0] = now
+
+    def _stand_back(self, now: float) -> None:
+        mine = self._rows[self._row]
+        if mine["waits"] or mine["returns_at"]:
+            mine["waits"], mine["returns_at"] = 0, 0.0
+            self._wake_next(now)
+
+    def _next(self, now: float) -> int | None:
+        """Return the row whose turn is next; None: no engine waits, or one between two steps comes first."""
+        rows = self._rows
+        ranks = [self._rank(row, now) for row in rows["waits"].nonzero()[0].tolist()]
+        service_class, used_s, first = min(ranks, default=_LAST)
+        for row in (rows["returns_at"] > now).nonzero()[0].tolist() if first >= 0 else ():
+            if rows["class"][row] <= service_class and rows["used_s"][row] < used_s:
+                return None
+        return first if first >= 0 else None
+
+    def _rank(self, row: int, now: float) -> tuple[float, float, int]:
+        """Return class, use and row of a waiting engine; `_LAST` if it shows no sign."""
+        _, _, _, _, waits, since, seen, _, used_s = self._rows.item(row)
+        if seen < now - STALE_S:
+            return _LAST
+        return max(waits - (now - since) // AGEING_S, min(waits, Priority.HIGH)), used_s, row
+
+    def _wake_next(self, now: float) -> None:
+        row = self._next(now)
+        if row is not None:
+            self._wake(row)
+
+    def _wake(self, row: int) -> bool:
+        """Wake an engine. Return whether it lives: a pipe that no process reads cannot be opened."""
+        try:
+            pipe = os.open(self._pipe_path(row), os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        with contextlib.suppress(OSError):  # full, if the engine does not wait
+            os.write(pipe, b"!")
+        os.close(pipe)
+        return True
+
+    def _look(self, now: float) -> None:
+        self._next_look, self._num_changes = now + LOOK_S, self._header["num_changes"][0]
+        others = self._others()
+        cores = self._rows["cores"]
+        is_shared = bool(others) and self._share.cores > 0.0 and cores[[self._row, *others]].sum() > 1.0
+        if is_shared != self._is_shared:
+            names = ", ".join(self._rows["name"][row].decode() for row in others)
+            log.info("takes turns on %s with %s" if is_shared else "takes no turns on %s%.0s", self._base.name, names)
+        self._is_shared = is_shared
+
+    def _others(self) -> list[int]:
+        """Return the rows of other engines that live."""
+        return [row for row in self._rows["name"].nonzero()[0].tolist() if row != self._row and self._wake(row)]
+
+    def _free_row(self) -> int:
+        self._row, share = -1, self._share
+        others = self._others()
+        memory = {
+            name: part
+            for name, part in self._rows[["name", "memory"]][others].tolist()
+            if part and name != share.name.encode()  # an engine may follow another of its model
+        }
+        if share.memory and sum(memory.values()) + share.memory > 1.0:
+            taken = " and ".join(f"{part:g} of {name.decode()}" for name, part in memory.items())
+            raise ConfigError(
+                f"device_memory_share is {share.memory:g}: with {taken} it is more than the device has; lower it"
+            )
+        free = [row for row in range(MAX_ENGINES) if row not in others]
+        return free[0] if free else _refuse(errno.EMFILE, self._base)
+
+    def _pipe_path(self, row: int) -> Path:
+        return self._base.with_suffix(f".{row}")
+
+
+def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str) -> UnsharedDevice:
+    """Join the engines of a model's device. Raise `ConfigError` if its memory exceeds its share, or all shares 1.
+
+    `folder`: of the tables; `name`: of the model's folder.
+    """
+    is_cpu, memory = info.device.startswith("cpu"), config.device_memory_share or 0.0
+    taken = info.weights_bytes + info.activation_bytes + info.kv_cache_bytes + info.graph_bytes
+    taken, total = (
+        (max(taken, resident_bytes(os.getpid())), total_host_bytes()) if is_cpu else (taken, info.device_bytes)
+    )
+    if memory and total and taken > memory * total:
+        raise ConfigError(
+            f"device_memory_share is {memory:g} of {shown_bytes(total)}, and the engine takes {shown_bytes(taken)}: "
+            "raise it, or lower kv_cache_memory_mb or gpu_memory_utilization"
+        )
+    number = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]) or "0"
+    cores = _num_threads(info.device) / len(os.sched_getaffinity(0)) if is_cpu else 1.0
+    share = DeviceShare(
+        name,
+        cores if config.device_slice_ms else 0.0,
+        config.device_weight,
+        1e-3 * config.device_slice_ms,
+        memory,
+        is_one_shot=config.kind == "one_shot",
+    )
+    try:
+        return DeviceArbiter(private_dir(folder) / ("cpu" if is_cpu else f"cuda-{number}"), share)
+    except OSError as error:
+        log.warning("takes no turns with other engines of the device: %s", error)
+        return UnsharedDevice()
+
+
+def _num_threads(device: str) -> int:
+    found = re.search(r"\d+", device)
+    return int(found.group()) if found else len(os.sched_getaffinity(0))
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    with path.open("a+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # a write beyond a full disk would be SIGBUS
+        return mmap.mmap(file.fileno(), size)
+
+
+def _refuse(number: int, path: Path) -> Any:
+    raise OSError(number, os.strerror(number), str(path))

@@ -51,7 +51,7 @@ class _GrpcTransport:
     def _call_stream(self, request: service_pb2.ModelInferRequest, timeout_s: float | None) -> Any:
         return self._stream(request, timeout=timeout_s, metadata=(*self._headers, WITH_STATUS))
 
-    async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def call(self, method: str, request: Any, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
         try:
             call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._headers)
             return await settled(call)

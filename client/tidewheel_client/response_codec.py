@@ -84,6 +84,11 @@ def decode(response: Any) -> list[Chunk]:
     return chunks_of({name: _unpack(datatype, raw) for name, datatype, raw in columns})
 
 
+def tensors(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, ...]]:
+    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: _unpack(output.datatype, raw) for output, raw in pairs}
+
+
 def _length(raw: bytes) -> int:
     return int.from_bytes(raw[:4], "little")
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.fleet.routers import ROUTERS
 from tidewheel.gateway.gateway_options import Address
+from tidewheel.gateway.upstream import TASKS, Task
 from tidewheel.gateway.upstreams import Attempt, Upstreams
 from tidewheel_client.errors import Busy, RequestError
 
@@ -47,7 +48,7 @@ class ReplicaUpstreams(Upstreams):
         self._patience_s = settings.patience_s
         self._handle = handle
         self._feed = feed
-        self._known_models: list[str] = []
+        self._known_models: Mapping[str, Task] = {}
         self._num_held = 0
 
     async def __aenter__(self) -> ReplicaUpstreams:
@@ -57,7 +58,7 @@ class ReplicaUpstreams(Upstreams):
         return self
 
     @property
-    def models(self) -> list[str]:
+    def models(self) -> Mapping[str, Task]:
         """Models of all replicas; without replicas, the last known ones."""
         return super().models or self._known_models
 
@@ -67,9 +68,9 @@ class ReplicaUpstreams(Upstreams):
             return super().not_ready
         return "" if self._may_be_empty else "no replica has started"
 
-    def model(self, name: str) -> str:
+    def model(self, name: str, tasks: Sequence[Task] = TASKS) -> tuple[str, Task]:
         """Accept any model name until a replica has listed its models."""
-        return name if name and not self.models else super().model(name)
+        return (name, tasks[0]) if name and not self.models else super().model(name, tasks)
 
     def _read_feed(self) -> None:
         self._known_models = self.models

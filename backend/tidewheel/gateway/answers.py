@@ -235,7 +235,7 @@ def _token(one: TokenLogprob) -> Json:
 
 def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
     """Raise `InvalidRequest` for more dimensions than the vectors have."""
-    body, data, num_tokens = request.body, [], 0
+    body, data = request.body, []
     assert isinstance(body, EmbeddingBody)
     for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
         if chunk.embedding is None:
@@ -244,9 +244,14 @@ def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
         in_base64 = body.encoding_format == "base64"
         value = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
         data.append({"object": "embedding", "index": index, "embedding": value})
-        num_tokens += chunk.num_input_tokens or 0
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    usage = prompt_usage(chunks)
     return msgspec.json.encode({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+
+def prompt_usage(chunks: IndexedChunks) -> Json:
+    """Return the usage of requests that generate nothing."""
+    num_tokens = sum(chunk.num_input_tokens or 0 for _, chunk in chunks)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 def _shortened(vector: tuple[float, ...], dimensions: int | None) -> array[float]:

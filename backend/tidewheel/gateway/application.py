@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,22 +14,17 @@ import msgspec
 from aiohttp import web
 
 from tidewheel import metrics
-from tidewheel.gateway import answers, bodies, errors, playground_pages, triton_proxy
+from tidewheel.gateway import answers, bodies, encoders, errors, playground_pages, triton_proxy
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
+from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.triton_proxy import ProxyAttempt
+from tidewheel.gateway.upstream import Task
 from tidewheel.gateway.upstreams import Attempt, GrpcAttempt, R, Upstreams
 from tidewheel_client import Chunk
-from tidewheel_client.errors import (
-    InternalError,
-    InvalidRequest,
-    RequestError,
-    RequestTimeout,
-    Unsupported,
-    WrongKey,
-)
+from tidewheel_client.errors import InternalError, InvalidRequest, RequestError, RequestTimeout, Unsupported, WrongKey
 
 BODY_S = 60.0
 _LARGE = 1 << 16  # bytes of work that delay streams
@@ -56,6 +51,7 @@ class _Streamed(web.StreamResponse):
 class _Endpoint(NamedTuple):
     read: Callable[[bodies.Fields], UpstreamRequest]
     answer: Callable[[web.Request, UpstreamRequest, Responses[Any]], Awaitable[web.StreamResponse]]
+    tasks: Sequence[Task] = ("generate",)
     attempt: type[Attempt[Any]] = GrpcAttempt
 
 
@@ -77,15 +73,19 @@ class Gateway:
         self._large = asyncio.Lock()
 
     def application(self) -> web.Application:
-        read_stream = partial(triton_proxy.read, stream=True)
+        read_stream, whole = partial(triton_proxy.read, stream=True), partial(partial, _answer_whole)
         endpoints = {
             "/v1/chat/completions": _Endpoint(bodies.read_chat, self._generate),
             "/v1/completions": _Endpoint(bodies.read_completion, self._generate),
-            "/v1/embeddings": _Endpoint(bodies.read_embeddings, partial(_answer_whole, answers.embeddings_answer)),
-            "/tokenize": _Endpoint(bodies.read_tokenize, partial(_answer_whole, answers.tokens_answer)),
-            "/detokenize": _Endpoint(bodies.read_detokenize, partial(_answer_whole, answers.text_answer)),
-            "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, ProxyAttempt),
-            "/v2/models/{model}/generate_stream": _Endpoint(read_stream, self._proxy, ProxyAttempt),
+            "/v1/embeddings": _Endpoint(
+                bodies.read_embeddings, whole(answers.embeddings_answer), ("generate", "embed")
+            ),
+            "/v1/rerank": _Endpoint(encoders.read_rerank, whole(encoders.rerank_answer), ("rerank",)),
+            "/v1/score": _Endpoint(encoders.read_score, whole(encoders.score_answer), ("rerank",)),
+            "/tokenize": _Endpoint(bodies.read_tokenize, whole(answers.tokens_answer)),
+            "/detokenize": _Endpoint(bodies.read_detokenize, whole(answers.text_answer)),
+            "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, attempt=ProxyAttempt),
+            "/v2/models/{model}/generate_stream": _Endpoint(read_stream, self._proxy, attempt=ProxyAttempt),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=self._options.max_body_bytes)
         application.cleanup_ctx.append(self._run)
@@ -107,11 +107,14 @@ class Gateway:
         with account.admit():
             body = await _read_body(http)
             request = await self._beside(len(body), lambda: account.label(endpoint.read(_parse(http, body))))
-            request.model = self._upstreams.model(http.match_info.get("model", request.body.model))
+            name = http.match_info.get("model", request.body.model)
+            request.model, task = self._upstreams.model(name, endpoint.tasks)
+            attempt = endpoint.attempt if task == "generate" else EncoderAttempt
             request.request_id, request.traceparent = _request_id(http, request), _traceparent(http)
             http["schema_name"] = request.schema_name
             indices = range(len(request.prompts))
-            attempts = await self._beside(len(body), lambda: [endpoint.attempt(request, index) for index in indices])
+            size = len(body) * len(indices)  # at most
+            attempts = await self._beside(size, lambda: [attempt(request, index) for index in indices])
             async with contextlib.aclosing(self._upstreams.deliver_all(attempts)) as responses:
                 return await endpoint.answer(http, request, responses)
 
@@ -248,14 +251,14 @@ class Gateway:
         return _json_response(body, status=503 if reason else 200)
 
     async def _list_models(self, _: web.Request) -> web.Response:
-        data = [self._card(name) for name in self._upstreams.models]
+        data = [self._card(*model) for model in self._upstreams.models.items()]
         return _json_response(msgspec.json.encode({"object": "list", "data": data}))
 
     async def _show_model(self, http: web.Request) -> web.Response:
-        return _json_response(msgspec.json.encode(self._card(self._upstreams.model(http.match_info["model"]))))
+        return _json_response(msgspec.json.encode(self._card(*self._upstreams.model(http.match_info["model"]))))
 
-    def _card(self, name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "tidewheel"}
+    def _card(self, name: str, task: Task) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "tidewheel", "task": task}
 
 
 async def _front_page(_: web.Request) -> web.Response:

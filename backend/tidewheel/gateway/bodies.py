@@ -48,7 +48,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # empty: the only one
 
 
-class _OpenAIBody(Body, frozen=True, kw_only=True):
+class OpenAIBody(Body, frozen=True, kw_only=True):
     user: str = ""
     metadata: dict[str, str] = {}
     prompt_cache_key: str = ""
@@ -62,7 +62,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False  # in every chunk, as in vLLM
 
 
-class GenerateBody(_OpenAIBody, frozen=True, kw_only=True):
+class GenerateBody(OpenAIBody, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
@@ -92,7 +92,7 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-class EmbeddingBody(_OpenAIBody, frozen=True, kw_only=True):
+class EmbeddingBody(OpenAIBody, frozen=True, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 import aiohttp
 import msgspec
@@ -13,6 +15,13 @@ from tidewheel_client import Health
 from tidewheel_client.errors import RequestError
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 
+Task = Literal["generate", "embed", "rerank"]
+TASKS: tuple[Task, ...] = get_args(Task)
+_TENSORS: Mapping[Task, set[str]] = {
+    "generate": {"messages", "sampling_parameters"},
+    "embed": {"text", "embedding", "num_input_tokens"},
+    "rerank": {"query", "text", "score", "num_input_tokens"},
+}
 LOOK_S = 0.5
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
@@ -27,8 +36,8 @@ class Upstream:
         self.name = name
         self.num_open = 0  # requests
         self.not_ready = "it was not asked yet"  # reason; empty: ready
-        self.models: frozenset[str] = frozenset()
-        self._foreign: set[str] = set()  # models of other backends
+        self.models: Mapping[str, Task] = {}  # what each does
+        self._tasks: dict[str, Task | None] = {}  # None: a model that the gateway does not serve
         self.triton = AsyncGrpcTransport(address.grpc)
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
         self._looking: asyncio.Task[None] | None = None
@@ -89,20 +98,18 @@ class Upstream:
         reply = await self.triton.call("ServerReady", pb.ServerReadyRequest(), PROBE_S)
         return "" if reply.ready else "Triton is not ready"
 
-    async def _list_models(self) -> frozenset[str]:
+    async def _list_models(self) -> Mapping[str, Task]:
         index = await self.triton.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True), PROBE_S)
-        names = {model.name for model in index.models}
-        self._foreign &= names
-        for name in names - self.models - self._foreign:
-            if not await self._is_ours(name):
-                self._foreign.add(name)
-        return frozenset(names - self._foreign)
+        known, names = self._tasks, {model.name for model in index.models}
+        self._tasks = {name: known[name] if name in known else await self._find_task(name) for name in names}
+        return {name: task for name, task in self._tasks.items() if task}
 
-    async def _is_ours(self, model: str) -> bool:
+    async def _find_task(self, model: str) -> Task | None:
         config = (await self.triton.call("ModelConfig", pb.ModelConfigRequest(name=model), PROBE_S)).config
-        inputs = {tensor.name for tensor in config.input}
-        is_plain = config.model_transaction_policy.decoupled and config.max_batch_size == 0
-        return is_plain and {"messages", "sampling_parameters"} <= inputs
+        names = {tensor.name for tensor in (*config.input, *config.output)}
+        is_stream = config.model_transaction_policy.decoupled
+        tasks = (task for task in TASKS if is_stream == (task == "generate") and _TENSORS[task] <= names)
+        return next(tasks, None) if config.max_batch_size == 0 else None
 
     async def metrics(self) -> str:
         """Return the text of `/metrics`, empty without an answer."""

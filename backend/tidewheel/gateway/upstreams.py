@@ -14,7 +14,7 @@ from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
 from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
-from tidewheel.gateway.upstream import PROBE_S, Upstream
+from tidewheel.gateway.upstream import PROBE_S, TASKS, Task, Upstream
 from tidewheel.request import Priority
 from tidewheel_client import Ask, Chunk, codec
 from tidewheel_client.errors import Busy, EngineDead, NotFound, RequestError, ServerUnavailable
@@ -45,6 +45,10 @@ class Attempt(ABC, Generic[R]):
         self.num_cached: int | None = None  # tokens of the route, if the server has reported them
         self.encode(request.params)
 
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id + (f"-{self.index}" if len(self.request.prompts) > 1 else "")
+
     @abstractmethod
     def encode(self, params: Mapping[str, object]) -> None:
         pass
@@ -61,9 +65,10 @@ class GrpcAttempt(Attempt[list[Chunk]]):
 
     def encode(self, params: Mapping[str, object]) -> None:
         request = self.request
-        request_id = request.request_id if len(request.prompts) == 1 else f"{request.request_id}-{self.index}"
         prompt = request.prompts[self.index]
-        ask = Ask(model=request.model, request_id=request_id, prompt=prompt, params=params, stream=request.stream)
+        ask = Ask(
+            model=request.model, request_id=self.request_id, prompt=prompt, params=params, stream=request.stream
+        )
         self.message = codec.encode(ask)
         if request.traceparent:
             self.message.parameters["traceparent"].string_param = request.traceparent
@@ -146,8 +151,8 @@ class Upstreams:
         await asyncio.gather(*(one.look_again() for one in self.each))
 
     @property
-    def models(self) -> list[str]:
-        return sorted(frozenset[str]().union(*(one.models for one in self.each)))
+    def models(self) -> Mapping[str, Task]:
+        return dict(sorted(pair for one in self.each for pair in one.models.items()))
 
     @property
     def not_ready(self) -> str:
@@ -157,16 +162,18 @@ class Upstreams:
             return "; ".join(f"{address.grpc} has no address" for address in self._addresses)
         return "" if "" in reasons else "; ".join(reasons)
 
-    def model(self, name: str) -> str:
-        """Return the model's name; empty: the only model. Raise `NotFound` or `ServerUnavailable`."""
-        models = self.models
-        if name in models:
-            return name
-        if not models:
+    def model(self, name: str, tasks: Sequence[Task] = TASKS) -> tuple[str, Task]:
+        """Return name and task of the model; empty: the only one. Raise `NotFound` or `ServerUnavailable`."""
+        known = self.models
+        models = {one: task for one, task in known.items() if task in tasks}
+        if not known:
             raise ServerUnavailable(f"no model is ready: {self.not_ready or 'none is loaded'}")
-        if name or len(models) > 1:
-            raise NotFound(f"model is {name!r}: served {'are' if len(models) > 1 else 'is'} {', '.join(models)}")
-        return models[0]
+        if name not in models and (name or len(models) != 1):
+            served = f"served {'are' if len(models) > 1 else 'is'} {', '.join(models) or 'none'}"
+            ability = "" if len(models) == len(known) else f" that can {' or '.join(tasks)}"
+            raise NotFound(f"model is {name!r}: {served}{ability}")
+        name = name or next(iter(models))
+        return name, models[name]
 
     async def deliver_all(self, attempts: Sequence[Attempt[R]]) -> AsyncGenerator[tuple[int, R]]:
         """Send all prompts. Yield `(prompt_index, response)` on arrival. Raise the first `RequestError`."""

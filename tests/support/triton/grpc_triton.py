@@ -16,6 +16,12 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 Answer = Iterator[pb.ModelStreamInferResponse]
+_ENCODERS = {  # inputs and outputs
+    "embedder": (("text",), ("embedding", "num_input_tokens")),
+    "reranker": (("query", "text"), ("score", "num_input_tokens")),
+    "classifier": (("text",), ("scores", "label", "num_input_tokens")),
+}
+_OF_TEXT_MODEL = (("text_input", "messages", "sampling_parameters"), ("text_output",))
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,15 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             except Refused as error:
                 context.abort(error.code, error.text)
 
+    def ModelInfer(self, message: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
+        context.add_callback(self.ended.set)
+        asked = Asked(message, dict(context.invocation_metadata()))
+        self.asked.append(asked)
+        try:
+            return next((self.answer or say_words)(asked)).infer_response
+        except Refused as error:
+            context.abort(error.code, error.text)
+
     def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=self.ready)
 
@@ -118,9 +133,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelConfig(self, request: pb.ModelConfigRequest, context: Any) -> pb.ModelConfigResponse:
         answer = pb.ModelConfigResponse()
         answer.config.name = request.name
-        answer.config.model_transaction_policy.decoupled = not request.name.endswith("_infer")
-        for name in ("text_input", "messages", "sampling_parameters"):
-            answer.config.input.add(name=name)
+        config = answer.config
+        config.model_transaction_policy.decoupled = not request.name.endswith(("_infer", *_ENCODERS))
+        for tensors, names in zip(
+            (config.input, config.output), _ENCODERS.get(request.name, _OF_TEXT_MODEL), strict=True
+        ):
+            for name in names:
+                tensors.add(name=name)
         return answer
 
 

@@ -24,6 +24,7 @@ async function loadModels() {
       return;
     }
     const chosen = byId("model").value;
+    body.data = body.data.filter((one) => one.task === "generate");
     byId("model").replaceChildren(...body.data.map((one) => new Option(one.id, one.id)));
     if (body.data.some((one) => one.id === chosen)) byId("model").value = chosen;
     const count = body.data.length;

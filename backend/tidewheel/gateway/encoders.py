@@ -1,0 +1,107 @@
+"""Encoders behind `/v1/embeddings`, `/v1/rerank` and `/v1/score`, in the forms of OpenAI, Jina and vLLM.
+
+Each text, or pair of texts, is a request of its own, which the scheduler joins with those of other clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+
+from tidewheel.gateway.answers import IndexedChunks, Json, prompt_usage
+from tidewheel.gateway.bodies import MAX_INPUTS, Fields, OpenAIBody, Prompt, UpstreamRequest, read_fields
+from tidewheel.gateway.upstream import Upstream
+from tidewheel.gateway.upstreams import Attempt
+from tidewheel_client import Chunk, codec, response_codec
+from tidewheel_client.errors import InvalidRequest, PromptTooLarge
+
+MAX_PAIR_CHARS = 1 << 24  # of all pairs, before they are made
+_PARAMETERS = ("deadline_ms", "priority", "soft_deadline_ms", "tenant")
+_TENSORS = {"query": "query", "text_input": "text"}  # by name in the prompt
+
+
+class RerankBody(OpenAIBody, frozen=True, kw_only=True):
+    query: str
+    documents: list[str]
+    top_n: Annotated[int, msgspec.Meta(ge=1)] = MAX_INPUTS
+    return_documents: bool = True
+
+
+class ScoreBody(OpenAIBody, frozen=True, kw_only=True):
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class EncoderAttempt(Attempt[list[Chunk]]):
+    """Attempt at an encoder, which answers once. The embedding of a pair is its score."""
+
+    message: pb.ModelInferRequest
+
+    def encode(self, params: Mapping[str, object]) -> None:
+        if unknown := sorted(params.keys() - set(_PARAMETERS)):
+            raise InvalidRequest(f"{unknown[0]} is set: an encoder takes {', '.join(_PARAMETERS)} beside texts")
+        prompt = self.request.prompts[self.index]
+        if "input_ids" in prompt:
+            raise InvalidRequest("input_ids are token ids: an encoder takes texts")
+        self.message = pb.ModelInferRequest(model_name=self.request.model, id=self.request_id)
+        for name in _TENSORS.keys() & prompt.keys():
+            codec.add_text(self.message, _TENSORS[name], str(prompt[name]))
+        for name, value in {**params, "traceparent": self.request.traceparent}.items():
+            self.message.parameters["qos_class" if name == "priority" else name].string_param = str(value)
+
+    async def send(self, upstream: Upstream) -> AsyncGenerator[list[Chunk]]:
+        outputs = response_codec.tensors(await upstream.triton.call("ModelInfer", self.message, None))
+        embedding = outputs.get("embedding") or outputs.get("score")
+        yield [Chunk(text="", embedding=embedding, num_input_tokens=outputs["num_input_tokens"][0])]
+
+
+def read_rerank(fields: Fields) -> UpstreamRequest:
+    body, params = read_fields(fields, RerankBody)
+    return _pairs_request(body, params, "documents", [body.query] * len(body.documents), body.documents)
+
+
+def read_score(fields: Fields) -> UpstreamRequest:
+    body, params = read_fields(fields, ScoreBody)
+    first, second = ([texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2))
+    first = first * len(second) if len(first) == 1 else first
+    if len(first) != len(second):
+        raise InvalidRequest(f"text_1 has {len(first)} entries, and text_2 {len(second)}: give one, or as many")
+    return _pairs_request(body, params, "text_2", first, second)
+
+
+def _pairs_request(
+    body: OpenAIBody, params: Fields, name: str, queries: Sequence[str], texts: Sequence[str]
+) -> UpstreamRequest:
+    if not 1 <= len(texts) <= MAX_INPUTS:
+        raise InvalidRequest(f"{name} has {len(texts)} entries: it must have 1 to {MAX_INPUTS}")
+    if (size := sum(map(len, queries)) + sum(map(len, texts))) > MAX_PAIR_CHARS:
+        raise PromptTooLarge(f"{name} makes pairs of {size} characters: at most {MAX_PAIR_CHARS} are allowed")
+    prompts: list[Prompt] = [{"query": one, "text_input": other} for one, other in zip(queries, texts, strict=True)]
+    return UpstreamRequest(body=body, prompts=prompts, params=params)
+
+
+def rerank_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
+    body = request.body
+    assert isinstance(body, RerankBody)
+    best = sorted(_scores(chunks), key=lambda pair: -pair[1])[: body.top_n]
+    results: list[Json] = [{"index": index, "relevance_score": score} for index, score in best]
+    for result in results if body.return_documents else ():
+        result["document"] = {"text": body.documents[result["index"]]}
+    return _answer(request, "rerank", chunks, {"results": results})
+
+
+def score_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
+    data = [{"index": index, "object": "score", "score": score} for index, score in _scores(chunks)]
+    return _answer(request, "score", chunks, {"object": "list", "data": data})
+
+
+def _scores(chunks: IndexedChunks) -> list[tuple[int, float]]:
+    return sorted((index, chunk.embedding[0]) for index, chunk in chunks if chunk.embedding)
+
+
+def _answer(request: UpstreamRequest, kind: str, chunks: IndexedChunks, fields: Json) -> bytes:
+    head = {"id": f"{kind}-{request.request_id}", "model": request.model}
+    return msgspec.json.encode({**head, **fields, "usage": prompt_usage(chunks)})

@@ -1,7 +1,7 @@
 """Values that scheduler and runner exchange in a step.
 
-A *row*, the index of a running sequence, is in ``[0, max_num_seqs)``. The runner keeps tokens, block table and
-sampling state per row, and writes each sampled token there; a batch carries only changes.
+A *row*, the index of a running sequence, is in ``[0, max_num_seqs)``. The runner keeps each row's tokens, block table
+and sampling state; a batch carries only changes.
 """
 
 from __future__ import annotations
@@ -101,8 +101,6 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """New tokens and ended requests of an applied step."""
-
     requests: list[Request]
     token_ids: Int32Array  # one for each of `requests`
     logprobs: dict[int, TopLogprobs] | None  # by index into `requests`

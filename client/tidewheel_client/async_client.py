@@ -27,9 +27,8 @@ class AsyncClient:
     """Client of one model on one server, for one event loop. Methods raise `RequestError`.
 
     `url` is `HOST:PORT` of Triton's gRPC service, or the `http://` or `https://` URL of its HTTP endpoints.
-    `timeout_s` is the default limit of a request and its retries; `retries` limits retries after `retryable` errors.
-    `credentials` turns on TLS of gRPC, `headers` go with every call, and `transport` replaces the connection in
-    tests.
+    `timeout_s` is the default limit of a request with its retries; `retries` limits those after `retryable` errors.
+    `credentials` turns on gRPC's TLS, `headers` go with every call, and tests set `transport`.
     """
 
     # A synchronous client's core differs in these.
@@ -143,7 +142,7 @@ class AsyncClient:
     ) -> AsyncIterator[Any]:
         """Yield the answers to `items` in their order: prompts, lists of messages, or arguments of `generate`.
 
-        Up to `concurrency` requests run at a time. An error ends the iteration; with `return_errors` it is yielded.
+        Up to `concurrency` requests run at a time. An error ends the iteration, or with `return_errors` is yielded.
         Raise `ValueError` for a `concurrency` below 1.
         """
         if concurrency < 1:

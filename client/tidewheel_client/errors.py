@@ -1,7 +1,7 @@
 """Errors of requests, one class per cause, for the engine, the gateway and the clients.
 
-A server's message starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``. The docstring of a
-class with a tag has two paragraphs, the cause and the remedy, from which `docs/errors.md` is made.
+A server's message starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``. Docstrings of classes
+with a tag, cause and remedy, make `docs/errors.md`.
 """
 
 from __future__ import annotations

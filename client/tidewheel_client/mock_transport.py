@@ -16,8 +16,8 @@ Answer = str | Iterable[str | Chunk] | RequestError
 class MockTransport:
     """Transport without a server, for tests of clients (docs/clients.md), that answers with the result of `answer`.
 
-    The result is a text, its parts (texts or chunks of one sequence), or a returned or raised error. The last part
-    has the finish reason `stop` by default.
+    The result is a text, parts (texts or chunks of one sequence), or a returned or raised error. The last part's
+    finish reason is `stop` by default.
     """
 
     def __init__(self, answer: Callable[[Ask], Answer]) -> None:

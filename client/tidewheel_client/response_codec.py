@@ -1,7 +1,7 @@
 """Decoding of gRPC responses to chunks.
 
-Python reads protobuf slowly, and a stream's responses describe their tensors alike. So our message class for Triton's
-wire format keeps descriptions (names, types, shapes) as bytes, and equal bytes are read once.
+Python reads protobuf slowly, and a stream's responses describe their tensors alike. So our class of Triton's message
+keeps descriptions (names, types, shapes) as bytes, and equal bytes are read once.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def retry_wait_s(error: RequestError, num_retries: int, left_s: float | None) ->
 class AsyncStream(AsyncIterator[Chunk]):
     """Iterator over a request's chunks; raises `RequestError`. One task or thread reads; any may `cancel`.
 
-    `cancel`, or leaving the `with` block, ends the iteration, and the server drops the request. `finish_reason` is
-    None until the end. `timeout_s` includes retries.
+    `cancel`, or leaving the `with` block, ends iteration and request. `finish_reason` is None until the end.
+    `timeout_s` includes retries.
     """
 
     def __init__(

@@ -85,7 +85,6 @@ def last_line(log: Path) -> str:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float, poll_s: float = 0.02) -> bool:
-    """Return whether the condition holds within `limit_s`."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:

@@ -201,8 +201,8 @@ class _BlockingQueue(AsyncQueue):
 class Queue(Facade[AsyncQueue]):
     """Jobs that wait in Redis for a worker, and their results. Threads may share one.
 
-    `where` is a folder, whose embedded Redis runs while a process uses it, or the URL of a Redis from 6.2 on. Errors
-    are those of a `Client`: `Busy` if full, `InvalidRequest` for a bad job, `ServerUnavailable` without a Redis.
+    `where` is a folder, whose embedded Redis runs while in use, or the URL of a Redis from 6.2 on. Errors are a
+    `Client`'s: `Busy` if full, `InvalidRequest` for a bad job, `ServerUnavailable` without a Redis.
     """
 
     @signed_as(AsyncQueue.__init__)

@@ -65,7 +65,7 @@ class WorkerFigures:
 class Worker:
     """Worker that answers a queue's jobs through `client`, and writes the results.
 
-    It keeps jobs while its counter in Redis rises; `lease_s` after its death, other workers take them. A job gets one
+    It keeps jobs while its counter in Redis rises; `lease_s` after its death, others take them. A job gets one
     result, however often it begins. `run` returns after `stop`; cancelled, it gives no jobs back.
     """
 

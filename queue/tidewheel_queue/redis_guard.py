@@ -2,9 +2,8 @@
 
     python redis_guard.py REDIS_SERVER
 
-It runs in the folder. Users share a lock on `users.lock`, which the kernel frees
-at their end; once the guard gets it exclusively, it stops Redis. Redis inherits the guard's `server.lock`, so that no
-second Redis writes to the files while either lives.
+It runs in the folder. Users share a lock on `users.lock`, which the kernel frees at their end; once the guard has it
+alone, it stops Redis. Redis inherits `server.lock`: no second Redis writes to the files while either lives.
 """
 
 from __future__ import annotations

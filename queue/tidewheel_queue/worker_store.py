@@ -63,8 +63,8 @@ class WorkerStore:
     ) -> list[TakenJob]:
         """Return up to `room` jobs, within a class those of dead workers first.
 
-        `gone` maps dead workers to their last heartbeats; a worker with a newer one keeps its jobs. `claim`: take
-        also jobs that workers gave back.
+        `gone` maps dead workers to their last heartbeats; one with a newer keeps its jobs. `claim`: take also jobs
+        that were given back.
         """
         workers = [part for worker in gone.items() for part in worker]
         options = (room, self.max_attempts, int(claim), int(lowest_first))
@@ -183,7 +183,7 @@ class Batcher(Generic[T, R]):
 class SilenceWatch:
     """Detector of dead workers: `most_equal` looks in a row find no new heartbeat.
 
-    Looks are counted, not time: a set clock, or a pause of Redis or the machine, makes no worker dead.
+    Looks are counted, not time: a set clock or a pause makes no worker dead.
     """
 
     def __init__(self, most_equal: int) -> None:

@@ -1,7 +1,7 @@
 """Publication of the metrics of engine and requests on Triton's `/metrics`.
 
-A call to Triton takes 20 to 60 µs, so only changes are sent. For equal labels Triton has one series, to which all
-front ends add. A metric is never deleted: the other front ends would lose it, and server 2.51 would hang.
+A call to Triton takes 20 to 60 µs, so only changes are sent. Front ends share the series of equal labels. A metric is
+never deleted: other front ends would lose it, and server 2.51 would hang.
 """
 
 from __future__ import annotations

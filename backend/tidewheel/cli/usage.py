@@ -77,8 +77,6 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `least` to `most`."""
-
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is no {what}: {least} to {most}")

@@ -1,7 +1,6 @@
 """Ray on loopback for one user, with a token and a private folder.
 
-The process `ray start` holds the folder's lock, and ends Ray if state store or raylet dies. If `ray start` dies, the
-kernel ends both.
+`ray start` holds the folder's lock, and ends Ray if state store or raylet dies; the kernel ends both with it.
 """
 
 from __future__ import annotations

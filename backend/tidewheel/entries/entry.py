@@ -29,8 +29,6 @@ def num_gpus() -> int:
 
 
 class UnreadableConfig(ConfigError):
-    """`config.pbtxt` that Triton cannot read."""
-
     def __init__(self, path: Path, line: int, column: int, reason: str) -> None:
         super().__init__(f"{path}:{line}:{column}: {reason}")
         self.path = path

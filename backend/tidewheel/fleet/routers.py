@@ -101,9 +101,9 @@ class SessionAffinityRouter(Router[T]):
 class PrefixAwareRouter(SessionAffinityRouter[T]):
     """Router by session, cached prefix and load, all within a load bound.
 
-    A session stays at its last replica; a new session goes by the hash ring. Any other request goes to the replica of
-    least cost: prompt tokens waiting in its class or above, its uncached prompt tokens, and running tokens. A
-    CRITICAL request always goes where the fewest prompt tokens precede its first token.
+    A session stays at its last replica; a new one goes by the hash ring. Other requests go to the replica of least
+    cost: prompt tokens waiting in their class or above, their uncached prompt tokens, and running tokens. CRITICAL
+    ones go where the fewest prompt tokens precede their first token.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
@@ -198,8 +198,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
     def _learn(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
         """Forget the chunks of an unstarted request, and chunks that the replica has evicted.
 
-        It has evicted some if two fewer are cached than indexed and no request computes them; one fewer may be
-        rounding.
+        It has evicted some if two fewer (one may be rounding) are cached than indexed, and no request computes them.
         """
         self._unstarted[slot].discard(routed.stamp)
         if not routed.has_started:

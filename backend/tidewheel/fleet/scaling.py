@@ -102,8 +102,6 @@ class ScalingSettings:
 
 
 class ExponentialAverage:
-    """Average with exponentially falling weights."""
-
     def __init__(self, time_constant_s: float, fall_s: float | None = None) -> None:
         """`fall_s`: time constant for values below the average."""
         self._rise_s = time_constant_s

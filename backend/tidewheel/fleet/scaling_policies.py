@@ -118,8 +118,8 @@ def _ceil(value: float) -> int:
 class PredictiveScaling(ReactiveScaling):
     """Policy that scales for the current work, and for the arrivals forecast until a new replica would be ready.
 
-    It decides as `ReactiveScaling` in the first season, after bad forecasts, and while the capacity is unknown.
-    Otherwise it scales down sooner.
+    In the first season, after bad forecasts, and while the capacity is unknown, it is `ReactiveScaling`; otherwise it
+    scales down sooner.
     """
 
     def __init__(self, settings: ScalingSettings, history: Iterable[float] = ()) -> None:

@@ -38,8 +38,8 @@ _NOTHING = _Claim(0, 0)
 class AdmissionGate:
     """Gate that keeps a front end from overfilling the engine's waiting set. Thread-safe, O(1) per request.
 
-    It knows the engine's last `Room` and the requests sent since. While the waiting set is full, `claim` refuses
-    requests. With `holds`, `wait` blocks instead: requests count from submission, and none enters after a held one.
+    It knows the engine's last `Room` and the requests sent since. While the waiting set is full, `claim` refuses.
+    With `holds`, `wait` blocks instead: requests count from submission, and none overtakes a held one.
     """
 
     def __init__(self, *, holds: bool = False) -> None:
@@ -142,8 +142,8 @@ class AdmissionGate:
 class PromptQueue:
     """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
 
-    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`; each `_AGEING_NS` of waiting lifts a
-    request a class. Long prompts and grammars leave one thread to short prompts.
+    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`, each of which lifts a waiting request
+    a class. Long prompts and grammars leave one thread to short prompts.
     """
 
     def __init__(self, max_prompt_bytes: int, num_threads: int) -> None:

@@ -1,8 +1,8 @@
 """Control tokens of a prompt, which only the chat template may write, not messages.
 
-A message's text that spells a control token is encoded as plain text. Random marks replace the text while the
-template runs; in the output, the text replaces the marks again, at *plain spans*. Then the template's control tokens
-get random names, and a second tokenizer that knows only these names encodes the prompt.
+In messages, text that spells a control token is encoded as plain text. Random marks replace it while the template
+runs; in the output, it replaces the marks, at *plain spans*. Then the template's control tokens get random names, and
+a second tokenizer that knows only these encodes the prompt.
 """
 
 from __future__ import annotations

@@ -135,7 +135,6 @@ def trace_id(traceparent: str) -> str:
 
 
 def wall_offset_ns() -> int:
-    """Return Unix time less monotonic time, in nanoseconds."""
     return time.time_ns() - time.monotonic_ns()
 
 
@@ -196,7 +195,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 class EventQueue:
     """Bounded queue of ended requests in front of a slow consumer; `put` never waits.
 
-    A thread calls `consume` every `FLUSH_S` seconds and at `close`, and logs how many were lost.
+    A thread calls `consume` every `FLUSH_S` seconds and at `close`, and logs losses.
     """
 
     def __init__(self, name: str, consume: Callable[[list[EndedRequest]], None]) -> None:

@@ -53,7 +53,7 @@ class Ending(NamedTuple):
 class LiveRequest:
     """Request in a front end, with the state that its threads share.
 
-    A sender's *turn* sends all new output as one response; a request has at most one turn at a time.
+    A sender's *turn*, one at a time, sends all new output as one response.
     """
 
     def __init__(

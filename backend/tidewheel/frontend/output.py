@@ -57,8 +57,6 @@ def is_last(response: Response) -> bool:
 
 
 class StopChecker:
-    """Incremental search for stop strings."""
-
     def __init__(self, strings: Iterable[str], *, include_in_output: bool = False) -> None:
         self._strings = sorted(set(strings), key=len, reverse=True)
         self._first_chars = frozenset(string[0] for string in self._strings)

@@ -1,7 +1,7 @@
 """Processes that turn prompts into token ids and try grammars. Jobs and answers are messages on a socket.
 
-For some texts, a model's template or tokenizer takes hours or all memory, and a client's grammar may exhaust the
-stack. The kernel ends a process when a job overruns its limits.
+Some texts take a template or tokenizer hours or all memory, and a grammar may exhaust the stack. The kernel ends a
+process when a job overruns its limits.
 """
 
 from __future__ import annotations

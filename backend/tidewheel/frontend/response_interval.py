@@ -9,9 +9,9 @@ _USE_SMOOTHING, _TURN_SMOOTHING = 0.5, 1 / 32
 
 
 class ResponseInterval:
-    """Interval between responses of a stream that keeps senders' turns within a budget of processor time.
+    """Interval between a stream's responses, which keeps senders within a budget of processor time.
 
-    Beside another busy process, fewer responses with more tokens leave the engine its time.
+    Beside a busy process, fewer and larger responses leave the engine its time.
     """
 
     def __init__(self, num_processors: int) -> None:

@@ -108,7 +108,7 @@ class ResponseSenders:
     """Threads that send responses in turns (`LiveRequest`).
 
     First tokens and ends go first, then streams whose last turn is an interval ago: 0 while senders keep up, at most
-    `stream_interval_ms`, or `MAX_STRETCH` times that to keep within the budget of processor time.
+    `stream_interval_ms`, or `MAX_STRETCH` times that for the budget of processor time.
     """
 
     def __init__(

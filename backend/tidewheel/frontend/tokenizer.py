@@ -94,7 +94,7 @@ class Tokenizer:
 class Detokenizer:
     """Incremental detokenizer of one sequence: its text is the joined results of `push` and `flush`.
 
-    Each call decodes the new tokens, together with the last emitted ones if a space may depend on these.
+    Each call decodes the new tokens, behind the last emitted ones if a space may depend on these.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: _Ids = (), *, skip_special_tokens: bool = True) -> None:

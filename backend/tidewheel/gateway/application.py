@@ -80,8 +80,8 @@ class Gateway:
             "/v1/embeddings": _Endpoint(
                 bodies.read_embeddings, whole(answers.embeddings_answer), ("generate", "embed")
             ),
-            "/v1/rerank": _Endpoint(encoders.read_rerank, whole(encoders.rerank_answer), ("rerank",)),
-            "/v1/score": _Endpoint(encoders.read_score, whole(encoders.score_answer), ("rerank",)),
+            "/v1/rerank": _Endpoint(encoders.read_rerank, whole(encoders.pairs_answer), ("rerank",)),
+            "/v1/score": _Endpoint(encoders.read_score, whole(encoders.pairs_answer), ("rerank",)),
             "/tokenize": _Endpoint(bodies.read_tokenize, whole(answers.tokens_answer)),
             "/detokenize": _Endpoint(bodies.read_detokenize, whole(answers.text_answer)),
             "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, attempt=ProxyAttempt),

@@ -1,7 +1,7 @@
 """Limits of client connections: their number, and the time to send headers.
 
-At the limit, a new connection replaces the longest idle one, else the longest stalled one, whose client has not sent
-a whole request or reads no answer. If all wait for answers, the new connection is refused.
+At the limit, a new connection replaces the longest idle one, else the longest stalled one (request incomplete or
+answer unread). If all wait for answers, it is refused.
 """
 
 from __future__ import annotations

@@ -83,25 +83,14 @@ def _pairs_request(
     return UpstreamRequest(body=body, prompts=prompts, params=params)
 
 
-def rerank_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    body = request.body
-    assert isinstance(body, RerankBody)
-    best = sorted(_scores(chunks), key=lambda pair: -pair[1])[: body.top_n]
+def pairs_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
+    body, answer = request.body, {"model": request.model, "usage": prompt_usage(chunks)}
+    scores = sorted((index, chunk.embedding[0]) for index, chunk in chunks if chunk.embedding)
+    if not isinstance(body, RerankBody):
+        data = [{"index": index, "object": "score", "score": score} for index, score in scores]
+        return msgspec.json.encode({"id": f"score-{request.request_id}", "object": "list", "data": data, **answer})
+    best = sorted(scores, key=lambda pair: -pair[1])[: body.top_n]
     results: list[Json] = [{"index": index, "relevance_score": score} for index, score in best]
     for result in results if body.return_documents else ():
         result["document"] = {"text": body.documents[result["index"]]}
-    return _answer(request, "rerank", chunks, {"results": results})
-
-
-def score_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    data = [{"index": index, "object": "score", "score": score} for index, score in _scores(chunks)]
-    return _answer(request, "score", chunks, {"object": "list", "data": data})
-
-
-def _scores(chunks: IndexedChunks) -> list[tuple[int, float]]:
-    return sorted((index, chunk.embedding[0]) for index, chunk in chunks if chunk.embedding)
-
-
-def _answer(request: UpstreamRequest, kind: str, chunks: IndexedChunks, fields: Json) -> bytes:
-    head = {"id": f"{kind}-{request.request_id}", "model": request.model}
-    return msgspec.json.encode({**head, **fields, "usage": prompt_usage(chunks)})
+    return msgspec.json.encode({"id": f"rerank-{request.request_id}", "results": results, **answer})

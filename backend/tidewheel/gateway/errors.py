@@ -61,8 +61,6 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
 _NAMES = {
     "text_input": ("prompt", "input"),
     "input_ids": ("prompt", "tokens", "input"),
-    "text": ("input", "documents", "text_2"),
-    "query": ("text_1",),
     "qos_class": ("priority",),
     "logprobs": ("top_logprobs",),
     "max_tokens": ("max_tokens", "max_completion_tokens"),

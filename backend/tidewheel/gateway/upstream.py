@@ -28,8 +28,6 @@ PROBE_S = 3.0
 
 
 class Upstream:
-    """Triton server behind the gateway."""
-
     def __init__(self, address: Address, name: str = "") -> None:
         """Begin to poll the server. `name`: the name that resolved to its address, if any."""
         self.address = address

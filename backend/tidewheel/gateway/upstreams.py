@@ -215,7 +215,7 @@ class Upstreams:
     async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
         """Yield responses. After an error before the first, retry on other servers. Raise `RequestError`.
 
-        A failed server gets no retry of this attempt; a lost server gets no requests until its next poll.
+        A failed server gets no retry; a lost one gets no requests until its next poll.
         """
         while True:
             while (authority := self._router.choose(attempt.route, self._unfit(attempt))) is None:

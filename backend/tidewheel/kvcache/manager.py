@@ -39,7 +39,7 @@ class FreedBlockCounter:
 class KVCacheManager:
     """Block tables of rows, with cached prefixes, sessions and a host tier.
 
-    Shared blocks are full and computed; new tokens go to the row's own blocks. Steps in flight hold their blocks.
+    Shared blocks are full and computed; new tokens go to a row's own. Steps in flight hold their blocks.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     root = H(domain, tenant, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
 
-SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Tenants and salts never share a block. Blocks of
-quantised weights have the root H(root, "quantized").
+SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Tenants and salts share no block. Quantised weights have
+the root H(root, "quantized").
 """
 
 from __future__ import annotations

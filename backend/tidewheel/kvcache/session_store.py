@@ -13,8 +13,8 @@ from tidewheel.request import Request
 class SessionStore(SessionTable):
     """Blocks that sessions keep between turns; the pool counts them as free.
 
-    Under pressure the least recently used session moves to the host tier, or ends. Requests share full blocks and
-    copy the partial one: two may use a session at once.
+    Under pressure the least recently used session moves to the host tier, or ends. Two requests may use a session at
+    once: they share full blocks and copy the partial one.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Events of a recording: one JSON array a line, the event's name first.
 
-A token is written as a hash of the prefix that ends with the token, or as 0 if it stops a request: scheduling needs
-no more. Names of sessions, salts and tenants are hashed, except tenants of the settings.
+A token is a hash of the prefix that it ends, or 0 if it stops a request: scheduling needs no more. Names of sessions,
+salts and tenants are hashed, except tenants of the settings.
 """
 
 from __future__ import annotations

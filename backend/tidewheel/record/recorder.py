@@ -28,7 +28,7 @@ _LARGEST_NAME = 2**31 - 1
 class PrefixNames:
     """Hasher that replaces each token by 31 bits of the hash of the prompt up to it.
 
-    The BLAKE2b chain (RFC 7693) starts from a random secret that is never written, so prompts cannot be guessed.
+    The BLAKE2b chain (RFC 7693) starts from a secret that is never written, so prompts cannot be guessed.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:

@@ -82,8 +82,8 @@ class PendingReloads:
 class SharedMemoryRelief:
     """Replacement of front ends whose shared memory has grown: Triton never shrinks it.
 
-    One at a time: Triton keeps the old front end while a gRPC stream that used it is open, and for ever if
-    a request of the stream was refused by Triton or cancelled as it ended.
+    One at a time: Triton keeps the old front end while a gRPC stream that used it is open, and for ever after Triton
+    refused one of its requests or cancelled one as it ended.
     """
 
     def __init__(self, shared_bytes: Callable[[int], int], note: Callable[[str], None]) -> None:

@@ -22,8 +22,6 @@ def label_values(figures: Figures, metric: Metric, label: str) -> list[str]:
 
 
 class PageChange(NamedTuple):
-    """Change between two pages of a server's metrics."""
-
     before: Figures
     after: Figures
     seconds: float  # between both

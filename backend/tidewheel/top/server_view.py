@@ -1,7 +1,7 @@
 """Values that `tidewheel top` shows, made from two pages of metrics.
 
-A field's annotation holds the method of `PageChange`, or the function, that reads the field, and its arguments. Rates
-are per second, over the last `watch.WINDOW_S`. None: the server does not show the value, or not yet.
+A field's annotation holds the method of `PageChange`, or the function, that reads it, with arguments. Rates are per
+second, over the last `watch.WINDOW_S`. None: not shown by the server, or not yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Locust users that send requests and measure answers.
 
-HTTP users send with `requests`: locust's FastHttpUser waits for a kilobyte, which delays the first token, and httpx2
-takes twice the CPU time for an event.
+HTTP users send with `requests`: locust's FastHttpUser waits for a kilobyte, and httpx2 takes twice the CPU time for
+an event.
 """
 
 from __future__ import annotations

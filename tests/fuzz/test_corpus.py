@@ -17,7 +17,7 @@ FOUND = sorted(path for path in CORPUS.glob("*/*"))
 MEMORY_LIMIT = 16 << 20  # bytes: inputs are small, and nothing may be allocated because they claim it
 NUM_CHANGED = 150
 # A child process for each input, or imports of seconds.
-NUM_OF = {"tokenizer": 15, "chat_template": 50, "config_pbtxt": 50}
+NUM_OF = {"gguf": 50, "gguf_values": 50, "tokenizer": 15, "chat_template": 50, "config_pbtxt": 50}
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: f"{path.parent.name}-{path.stem}")

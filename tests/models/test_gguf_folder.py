@@ -217,6 +217,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "values": ({"llama__attention__value_length": 8}, "value_length is 8, it must be 16"),
     "rope": ({"llama__rope__scaling__type": "longrope"}, "is 'longrope', it must be none, linear or yarn"),
     "tokens": ({"tokenizer__ggml__tokens": None}, "has no tokenizer.*serve a folder with the file and its model's"),
+    "numbers as tokens": (
+        {"tokenizer__ggml__tokens": [7] * 384},
+        r"tokens is \[7, 7.{75}, it must be a list of texts$",
+    ),
     "tokenizer": ({"tokenizer__ggml__model": "bert"}, "is 'bert', it must be gpt2 or llama"),
     "pre": ({"tokenizer__ggml__pre": "viking"}, "is 'viking', it must be one of default, gpt-2"),
     "types": ({"tokenizer__ggml__token_type": [1]}, "token_type must be 384 numbers"),

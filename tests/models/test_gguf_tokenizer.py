@@ -94,6 +94,12 @@ def test_a_last_token_is_added_where_the_file_says_so() -> None:
     assert backend.encode("he", add_special_tokens=False).ids == [257]
 
 
+def test_a_token_of_a_million_characters_has_no_merges() -> None:
+    tokens = ["<unk>", "a", "aa", "a" * (1 << 20)]
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
+    assert made(metadata)["tokenizer.json"]["model"]["merges"] == [["a", "a"]]
+
+
 def test_kinds_of_tokens() -> None:
     metadata: dict[str, Any] = byte_vocabulary(262)
     metadata["tokenizer.ggml.tokens"][258:262] = ["<|endoftext|>", "<tool>", "<|eot|>", "[PAD]"]

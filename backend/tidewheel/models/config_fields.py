@@ -7,6 +7,7 @@ from tidewheel.errors import ConfigError
 MAX_INT = 2**31 - 1
 MAX_CONTEXT = 1 << 24  # tokens; a rotation table takes 1 KiB each
 MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
+MAX_SHOWN_CHARS = 80
 
 
 class ConfigFields:
@@ -61,7 +62,8 @@ class ConfigFields:
     def error(self, key: str, wanted: str) -> ConfigError:
         if key not in self.values:
             return ConfigError(f"{self.where}: {key} is missing")
-        return ConfigError(f"{self.where}: {key} is {self.values[key]!r}, it must be {wanted}")
+        shown = repr(self.values[key])[:MAX_SHOWN_CHARS]
+        return ConfigError(f"{self.where}: {key} is {shown}, it must be {wanted}")
 
     def _value(self, key: str, default: object) -> object:
         value = self.values.get(key)

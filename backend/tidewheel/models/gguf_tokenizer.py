@@ -42,6 +42,7 @@ PRE_TOKENIZERS = {
 }  # fmt: skip
 _SENTENCEPIECE = PreTokenizer(adds_bos=True)
 _SPACE = "\u2581"  # of sentencepiece
+MAX_MERGED_CHARS = 1024  # the search for pairs takes the square
 # Metadata names only one end token (llama.cpp has the same list).
 END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
 _PLAIN = (TokenType.NORMAL, TokenType.BYTE, TokenType.UNUSED)
@@ -151,12 +152,12 @@ class _Vocabulary:
         return backend
 
     def _merges(self, ids: dict[str, int]) -> list[tuple[str, str]]:
-        """Return pairs of tokens that form one, best score first."""
+        """Return the merges, pairs of tokens that together spell a token, best score first."""
         scores = self._numbers("scores", 0.0)
         pairs = [
             (-scores[token_id], ids[token[:cut]], ids[token[cut:]], (token[:cut], token[cut:]))
             for token_id, token, kind in self._typed
-            if kind == TokenType.NORMAL
+            if kind == TokenType.NORMAL and len(token) <= MAX_MERGED_CHARS
             for cut in range(1, len(token))
             if token[:cut] in ids and token[cut:] in ids
         ]

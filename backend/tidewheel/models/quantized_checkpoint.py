@@ -17,7 +17,7 @@ import torch
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import FLOAT_MODEL, MAX_CONFIG_BYTES, QUANTIZATION_KEYS, old_quantization
 from tidewheel.models import quantized_layers as layers
-from tidewheel.models.config_fields import ConfigFields
+from tidewheel.models.config_fields import MAX_SHOWN_CHARS, ConfigFields
 from tidewheel.models.quantized_layers import GROUP_SIZES, ROUNDED, Layout, MatrixSize, TensorForm, Tensors
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
 from tidewheel.models.weight_stream import BytesRead, StoredTensor
@@ -34,7 +34,6 @@ KINDS = {
     "pack-quantized": ("int",), "int-quantized": ("int", "float"), "float-quantized": ("float",),
     "naive-quantized": ("int", "float"),
 }  # fmt: skip
-MAX_SHOWN_CHARS = 80
 ACTIVATION_TENSORS = (".input_scale", ".input_zero_point", ".input_scale_ub", ".activation_scale")
 ALIASES: Mapping[str, tuple[str, ...]] = {"weight_scale": ("weight_scale_inv",)}  # both are factors
 
@@ -167,7 +166,7 @@ class QuantizedFolder(WeightSource):
             name: stored for name, stored in folder.tensors.items() if not name.endswith(ACTIVATION_TENSORS)
         }
         for main in [name for name in self.tensors if self._is_main(name)]:
-            with self._naming(main):
+            with self._as_config_error(main):
                 self._add(main)
             bias = f"{main.removesuffix(layout.main)}bias"
             if bias in self.tensors and bias not in expected and not folder.plain(bias, CPU).float().any():
@@ -184,7 +183,7 @@ class QuantizedFolder(WeightSource):
         if name not in self._layers:
             return self.plain(name, device)
         matrix = self._stored(name, device)
-        with self._naming(self._layers[name][self._layout.main]):
+        with self._as_config_error(self._layers[name][self._layout.main]):
             return matrix if isinstance(matrix, GroupedWeights) else quantize_groups(matrix, ROUNDED.bits)
 
     def _stored(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
@@ -232,7 +231,7 @@ class QuantizedFolder(WeightSource):
         return "".join(found)
 
     @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
+    def _as_config_error(self, name: str) -> Iterator[None]:
         try:
             yield
         except ValueError as error:

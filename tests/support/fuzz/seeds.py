@@ -10,7 +10,9 @@ import msgspec
 
 from support.engine.engine_clients import request
 from support.engine.fake_engine import TEMPLATE
-from support.frontend.tokenizers_on_the_spot import NAMED, byte_level_bpe
+from support.frontend.tokenizers_on_the_spot import NAMED, SPECIAL, byte_fallback_bpe, byte_level_bpe
+from support.fuzz.gguf_bytes import gguf_bytes
+from support.models.gguf_files import byte_vocabulary, vocabulary_of
 from tidewheel.engine.messages import (
     PROTOCOL,
     Cancel,
@@ -88,6 +90,36 @@ _GPT2 = {
 }
 
 
+_GGUF: dict[str, Any] = {
+    "general.architecture": "llama", "general.alignment": 32, "llama.block_count": 1, "llama.context_length": 64,
+    "llama.embedding_length": 32, "llama.feed_forward_length": 256, "llama.attention.head_count": 2,
+    "llama.attention.head_count_kv": 1, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 5e5, "llama.rope.dimension_count": 16, "llama.attention.sliding_window": 16,
+    "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 32, "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True,
+}  # fmt: skip
+_GGUF_TENSORS = {  # of many types, rows first
+    "token_embd.weight": [8, [260, 32]], "output_norm.weight": [0, [32]], "rope_freqs.weight": [0, [8]],
+    "blk.0.attn_norm.weight": [0, [32]], "blk.0.attn_q.weight": [3, [32, 32]], "blk.0.attn_q.bias": [0, [32]],
+    "blk.0.attn_k.weight": [6, [16, 32]], "blk.0.attn_v.weight": [1, [16, 32]],
+    "blk.0.attn_output.weight": [30, [32, 32]], "blk.0.ffn_norm.weight": [0, [32]],
+    "blk.0.ffn_gate.weight": [7, [256, 32]], "blk.0.ffn_up.weight": [2, [256, 32]],
+    "blk.0.ffn_down.weight": [12, [32, 256]],
+}  # fmt: skip
+_QWEN = {key.replace("llama", "qwen3"): value for key, value in _GGUF.items() if "scaling" not in key}
+_GGUF_VALUES: list[dict[str, dict[str, Any]]] = [
+    {
+        "metadata": {**_QWEN, "general.architecture": "qwen3", **byte_vocabulary(260)},
+        "tensors": {name: value for name, value in _GGUF_TENSORS.items() if "freqs" not in name},
+    },
+    {
+        "metadata": {**_GGUF, **vocabulary_of(byte_fallback_bpe(), "llama", SPECIAL)},
+        "tensors": _GGUF_TENSORS,
+    },
+]
+
+
 def _folder(config: object) -> bytes:
     return _json(
         {"config.json": config, "generation_config.json": _GENERATION, "model.safetensors.index.json": _INDEX,
@@ -148,6 +180,8 @@ SEEDS: dict[str, Sequence[bytes]] = {
         _folder(_CONFIG | {"architectures": ["LlamaForCausalLM"], "rope_parameters": _LLAMA3}),
         _folder(_GPT2),
     ],
+    "gguf": [gguf_bytes(**value) for value in _GGUF_VALUES],
+    "gguf_values": [_json(value) for value in _GGUF_VALUES],
     "tokenizer": [_tokenizer(), _tokenizer(**_AFFIXES)],
     "chat_template": [
         TEMPLATE.encode(),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from support.engine.fake_engine import make_info, write_model_folder
 from support.frontend.local_encoder import LocalEncoder
 from support.fuzz.engine_target import serve_messages
+from support.fuzz.gguf_bytes import gguf_bytes
 from support.fuzz.mutations import Form
 from support.triton import fake_triton
 from support.triton.fake_triton import InferenceRequest, Tensor
@@ -181,6 +183,14 @@ def safetensors(data: bytes) -> None:
 
 def model_folder(data: bytes) -> None:
     """Read the small files of a folder up to the tensors that the model would have."""
+    from tidewheel.models.weight_source import SafetensorsFolder
+
+    with _folder(_object(data)) as folder:
+        _make_model(folder)
+        SafetensorsFolder(folder)
+
+
+def _make_model(folder: Path) -> None:
     import torch
 
     from tidewheel.models.architectures import native_traits, parse_config
@@ -188,21 +198,52 @@ def model_folder(data: bytes) -> None:
     from tidewheel.models.model_folder import checkpoint_dtype, read_config
     from tidewheel.models.rope_table import cos_sin_table
     from tidewheel.models.transformers_model import transformers_config
-    from tidewheel.models.weight_source import SafetensorsFolder
     from tidewheel.runner.device import resolve_dtype
 
-    with _folder(_object(data)) as folder:
-        GenerationDefaults.load(folder)
-        fields = read_config(folder)
-        resolve_dtype("auto", checkpoint_dtype(fields), torch.device("cpu"))
-        traits = native_traits(fields)
-        if traits is None:
-            transformers_config(fields)
-        else:
-            config = parse_config(fields, traits)
-            cos_sin_table(config.rope, config.head_dim, min(config.context_length, 1024), torch.device("cpu"))
-            Decoder(config, max_model_len=1, dtype=torch.float32, device=torch.device("meta"))
-        SafetensorsFolder(folder)
+    GenerationDefaults.load(folder)
+    fields = read_config(folder)
+    resolve_dtype("auto", checkpoint_dtype(fields), torch.device("cpu"))
+    traits = native_traits(fields)
+    if traits is None:
+        transformers_config(fields)
+    else:
+        config = parse_config(fields, traits)
+        cos_sin_table(config.rope, config.head_dim, min(config.context_length, 1024), torch.device("cpu"))
+        Decoder(config, max_model_len=1, dtype=torch.float32, device=torch.device("meta"))
+
+
+def gguf(data: bytes) -> None:
+    """Read all tensors of a file; then make its folder, and read this up to the model's tensors and tokens."""
+    from tidewheel.models.gguf_folder import derived_folder
+
+    with _folder({"model.gguf": data}) as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder)):
+        file = folder / "model.gguf"
+        try:
+            _read_tensors(file)
+        except ConfigError as error:
+            check_message(str(error))
+        made = derived_folder(file)
+        _make_model(made)
+        _ends_well(lambda: _encode(Tokenizer.load(made, vocab_size=VOCAB_SIZE)))
+
+
+def _read_tensors(file: Path) -> None:
+    import torch
+
+    from tidewheel.models.gguf_file import GGUFFile
+    from tidewheel.models.weight_source import uncounted
+
+    source = GGUFFile(file)
+    for name, stored in source.tensors.items():
+        source.copy({name: torch.empty(stored.shape)}, uncounted)
+        if len(stored.shape) == 2:
+            source.matrix(name, torch.device("cpu"))
+
+
+def gguf_values(data: bytes) -> None:
+    """Read a file with the metadata and tensors of an object."""
+    metadata, tensors = (_object(data).get(key) for key in ("metadata", "tensors"))
+    gguf(gguf_bytes(*(part if isinstance(part, dict) else {} for part in (metadata, tensors))))
 
 
 def tokenizer(data: bytes) -> None:
@@ -274,6 +315,8 @@ TARGETS: dict[str, Target] = {
     "config_pbtxt": Target(config_pbtxt, "text"),
     "safetensors": Target(safetensors, "text"),
     "model_folder": Target(model_folder),
+    "gguf": Target(gguf, "text"),
+    "gguf_values": Target(gguf_values),
     "tokenizer": Target(tokenizer),
     "chat_template": Target(chat_template, "text"),
     "trace": Target(trace, "text"),

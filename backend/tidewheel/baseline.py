@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
+from tidewheel.models.config_fields import ConfigFields
+from tidewheel.models.loader import open_checkpoint
+from tidewheel.models.model_folder import checkpoint_dtype, gguf_file_of, read_config, resolve_folder
+from tidewheel.models.quantized_checkpoint import quantization_layout
+from tidewheel.models.weight_source import check_names, uncounted
 from tidewheel.parameters import MAX_INT32
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
 from tidewheel.scheduler.admission import check_lengths
@@ -54,11 +59,9 @@ class Generator:
         """Load model and tokenizer. Raise `ConfigError`."""
         device = resolve_device(config)
         folder = resolve_folder(config.model, config.revision, config.download_dir)
-        dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
-        )
-        model = model.to(device).eval()
+        fields = read_config(folder)
+        dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
+        model = _load_model(folder, fields, dtype).to(device).eval()
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if device.type == "cpu" and config.num_threads is None:
             limit_threads(weights_bytes)
@@ -111,6 +114,23 @@ class Generator:
             text=self._tokenizer.decode(tokens),
             num_input_tokens=len(row.token_ids),
         )
+
+
+def _load_model(folder: Path, fields: ConfigFields, dtype: torch.dtype) -> Any:
+    """Load through transformers, but with quantised weights as floats. Raise `ConfigError`."""
+    if gguf_file_of(folder) is None and quantization_layout(folder, fields) is None:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config.quantization_config = None
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    source = open_checkpoint(folder, fields, tensors)
+    check_names(source, {name: tuple(each.shape) for name, each in tensors.items()}, lambda _name: False, folder)
+    source.copy(tensors, uncounted)
+    return model
 
 
 class RowEnds(StoppingCriteria):

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 
+from support.models import tiny_models
+from support.models.gguf_files import write_model
+from support.models.quantized_formats import CASES, save_quantized_llama
 from support.models.tiny_models import MARGIN, greedy
-from tidewheel.baseline import Generator, Row, RowEnds
-from tidewheel.errors import InvalidRequest
+from tidewheel.baseline import Generator, Row, RowEnds, _load_model
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.models.gguf_file import GGUFFile
+from tidewheel.models.model_folder import read_config
+from tidewheel.models.weight_source import uncounted
 
 CONTEXT, VOCAB = 1024, 4096
 
@@ -79,6 +88,34 @@ def test_a_batch_is_over_with_its_last_row(generator: Generator, rows: list[Row]
     short = Row(token_ids=[5, 6, 7], max_tokens=2, ignore_eos=True)
     stop = next(i for i, token in enumerate(tokens) if i >= 2 and token not in tokens[:i])
     assert count_forwards(with_eos(generator, tokens[stop]), [heeding, short]) == stop + 1
+
+
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tiny_models.save(tiny_models.llama, tmp_path / "hf")
+    path = write_model(tmp_path / "a.gguf", model, gguf.GGMLQuantizationType.Q8_0)
+    source, state = GGUFFile(path), model.state_dict()
+    source.copy({name: state[name] for name in source.tensors}, uncounted)
+    prompts, expected = tiny_models.clear_prompts(model, tiny_models.prompts(20, 4, 40), 4, 8)
+    read = Generator.load(EngineConfig(model=str(path), dtype="float32", device="cpu"))
+    outputs = read.generate([Row(ids.tolist(), 8, ignore_eos=True) for ids in prompts])
+    assert [output.token_ids for output in outputs] == expected
+    assert len(read.encode("hehe")) == 2
+
+
+def test_quantised_layers_become_floats(tmp_path: Path) -> None:
+    expected = save_quantized_llama(tmp_path, CASES["int-quantized"]).state_dict()
+    found = _load_model(tmp_path, read_config(tmp_path), torch.float32).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_damaged_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="not a valid GGUF file"):
+        Generator.load(EngineConfig(model=str(path), device="cpu"))
 
 
 def test_nothing_to_do(generator: Generator) -> None:

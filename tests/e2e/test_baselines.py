@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+from support.models import tiny_models
+from support.models.gguf_files import write_model
 from support.triton.serving import (
     WEIGHTS,
     Server,
@@ -172,3 +174,29 @@ def test_generate_over_http(server: Server, baseline: Baseline) -> None:
 def test_a_baseline_does_not_stream(server: Server, baseline: Baseline) -> None:
     with pytest.raises(StreamError, match="stream"):
         grpc_stream(server, grpc_inputs(PROMPTS[0], max_tokens=4, stream=True), model=baseline.model)
+
+
+def test_a_gguf_file_beside_its_baseline(tmp_path: Path) -> None:
+    model = tiny_models.save(tiny_models.llama, tmp_path / "hf")
+    file = write_model(tmp_path / "a.gguf", model)
+    baseline = (ENTRIES / BASELINES[0] / "config.pbtxt").read_text().replace("../../demo/1/weights", str(file))
+    settings = {"model": str(file), "dtype": "float32", "num_blocks": "64"}
+    parameters = (f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}\n' for k, v in settings.items())
+    ours = 'backend: "tidewheel"\n' + "".join(parameters)
+    for name, text in {"ours": ours, BASELINES[0]: baseline}.items():
+        (tmp_path / "repository" / name / "1").mkdir(parents=True)
+        (tmp_path / "repository" / name / "config.pbtxt").write_text(text)
+    code = Path(BASELINES[0], "1", "model.py")
+    (tmp_path / "repository" / code).symlink_to(ENTRIES / code)
+    log, variables = tmp_path / "serve.log", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    running = start_server("--model-repository", str(tmp_path / "repository"), log=log, variables=variables)
+    server = wait_ready(running)
+    prompts, expected = tiny_models.clear_prompts(model, tiny_models.prompts(20, 4, 40), 3, 8)
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            inputs = grpc_inputs(input_ids=prompt.tolist(), max_tokens=8, ignore_eos=True)
+            more = grpc_inputs(stream=True, return_token_ids=True, **GREEDY)
+            assert streamed_ids(grpc_stream(server, inputs + more, model="ours")) == tokens
+            result = client.infer(BASELINES[0], [with_batch_dimension(tensor) for tensor in inputs])
+            assert result.as_numpy("token_ids")[0].tolist() == tokens
+    assert stop_server(server) == 0, log.read_text()

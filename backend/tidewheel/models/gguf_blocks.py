@@ -145,6 +145,7 @@ def _group(rows: torch.Tensor, kind: GGMLQuantizationType, device: torch.device)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
+    """Return the values. Raise `ValueError` for NaN or infinity."""
     if not values.isfinite().all():
         raise ValueError("it has scales that are not finite")
     return values

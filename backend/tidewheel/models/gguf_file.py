@@ -57,7 +57,7 @@ class GGUFFile(WeightSource):
         for name, destination in destinations.items():
             if name not in floats:
                 rows = self._rows(name)
-                with self._naming(name):
+                with self._as_config_error(name):
                     dequantize_rows(rows, self._raw[name].kind, destination.view(len(rows), -1))
                 read(self.tensors[name].num_bytes)
             if (order := self._row_order(name)) is not None:
@@ -67,7 +67,7 @@ class GGUFFile(WeightSource):
         if not isinstance(self.tensors[name].kind, GroupFormat):
             return self.plain(name, device)
         rows, order = self._rows(name), self._row_order(name)
-        with self._naming(name):
+        with self._as_config_error(name):
             return group_rows(rows if order is None else rows[order], self._raw[name].kind, device)
 
     def _rows(self, name: str) -> torch.Tensor:
@@ -90,7 +90,7 @@ class GGUFFile(WeightSource):
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
     @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
+    def _as_config_error(self, name: str) -> Iterator[None]:
         try:
             yield
         except ValueError as error:

@@ -51,7 +51,7 @@ def derived_folder(file: Path) -> Path:
 
 
 def _remove_outdated(folder: Path, file: Path) -> None:
-    """Remove the folders of the file as it was, except those in use (`keep_folder`)."""
+    """Remove folders made of the file before it changed, except those in use (`keep_folder`)."""
     for link in folder.parent.glob(f"*/{LINK}"):
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
             if link.parent != folder and link.readlink() == file and is_free(link.with_name(LOCK)):

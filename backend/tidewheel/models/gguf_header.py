@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from tidewheel.models.safetensors_file import MAX_HEADER_BYTES, HeaderError, aligned, naming_file, tiled_bytes
+from tidewheel.models.safetensors_file import MAX_HEADER_BYTES, HeaderError, aligned, as_config_error, tiled_bytes
 from tidewheel.regular_files import open_regular
 
 MAX_COUNT = 1 << 22  # tensors, keys, or values of a list
@@ -48,7 +48,7 @@ class GGUFHeader(NamedTuple):
 
 def read_header(path: Path) -> GGUFHeader:
     """Return a file's header. Raise `ConfigError`."""
-    with naming_file(path, "GGUF"), open_regular(path) as file:
+    with as_config_error(path, "GGUF"), open_regular(path) as file:
         return _HeaderReader(file).header()
 
 

@@ -93,7 +93,7 @@ class Linear:
         self._copy = arrange(self._grouped(self.weight, form), self.weight.dtype)
 
     def _grouped(self, part: torch.Tensor | GroupedWeights, wanted: GroupFormat) -> GroupedWeights:
-        """Return a matrix in at most the wanted bits. Raise `ConfigError`."""
+        """Round a matrix, unless its codes have as few bits already. Raise `ConfigError`."""
         if isinstance(part, GroupedWeights):
             if part.bits <= wanted.bits:
                 return part
@@ -159,6 +159,7 @@ class Weights:
         return tensor
 
     def table(self, name: str, num_rows: int, width: int) -> torch.Tensor | Linear:
+        """Return an embedding table, as a `Linear` if it is quantised."""
         if self._format_of([f"{name}.weight"]) is None:
             return self.tensor(name, num_rows, width)
         return self.linear("", width, {name: num_rows})

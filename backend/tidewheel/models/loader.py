@@ -93,6 +93,7 @@ class ModelPlan(NamedTuple):
 
 
 def open_checkpoint(folder: Path, fields: ConfigFields, expected: Collection[str]) -> WeightSource:
+    """Return a folder's weights; `expected`: the model's tensors, empty if not native. Raise `ConfigError`."""
     if (file := gguf_file_of(folder)) is not None:
         from tidewheel.models.gguf_file import GGUFFile
 

@@ -159,9 +159,10 @@ class GptqLayout(IntegerLayout):
         if self.zeros_less_one:
             # Writers subtract from whole words: a zero of 0 borrows from the next field.
             words = words + (0x11111111 if self.bits == 4 else 0x01010101)
-        return tensors["scales"].t().float(), self.by_output(words)[:, : size.out_features].t().float()
+        return tensors["scales"].t().float(), self.unpack_outputs(words)[:, : size.out_features].t().float()
 
-    def by_output(self, words: torch.Tensor) -> torch.Tensor:
+    def unpack_outputs(self, words: torch.Tensor) -> torch.Tensor:
+        """Return words packed along the outputs as codes [rows, outputs] uint8."""
         return fields(words, self.bits)
 
 
@@ -172,10 +173,10 @@ class AwqLayout(GptqLayout):
         return MatrixSize(columns * 8, rows)
 
     def codes(self, tensors: Tensors) -> torch.Tensor:
-        codes = self.by_output(tensors["qweight"]).t().contiguous()
+        codes = self.unpack_outputs(tensors["qweight"]).t().contiguous()
         return codes[:, 0::2] | codes[:, 1::2] << 4
 
-    def by_output(self, words: torch.Tensor) -> torch.Tensor:
+    def unpack_outputs(self, words: torch.Tensor) -> torch.Tensor:
         return fields(words, 4).view(len(words), -1, 8)[..., AWQ_FIELDS].flatten(1)
 
 
@@ -207,12 +208,12 @@ class CompressedLayout(IntegerLayout):
     def levels(self, tensors: Tensors, size: MatrixSize) -> tuple[torch.Tensor, torch.Tensor]:
         if "weight_shape" in tensors and tensors["weight_shape"].tolist() != list(size):
             raise ValueError(f"weight_shape is {tensors['weight_shape'].tolist()}, and the codes are {list(size)}")
-        scales, middle = _by_output(tensors["weight_scale"], size), 1 << self.bits - 1
+        scales, middle = _expanded(tensors["weight_scale"], size), 1 << self.bits - 1
         zeros = tensors.get("weight_zero_point")
         if zeros is None:
             return scales, torch.full_like(scales, middle)
         if zeros.dtype == torch.int8:
-            return scales, _by_output(zeros, size) + middle
+            return scales, _expanded(zeros, size) + middle
         return scales, fields(zeros.t(), self.bits)[:, : size.out_features].t().float()
 
 
@@ -229,7 +230,8 @@ class PackedLayout(CompressedLayout):
         return tensors["weight_packed"].view(torch.uint8)
 
 
-def _by_output(levels: torch.Tensor, size: MatrixSize) -> torch.Tensor:
+def _expanded(levels: torch.Tensor, size: MatrixSize) -> torch.Tensor:
+    """Return scales or zeros of any accepted shape as [out, groups] float32."""
     return levels.float().reshape(-1, levels.shape[-1] if levels.dim() == 2 else 1).expand(size.out_features, -1)
 
 

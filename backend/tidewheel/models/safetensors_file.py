@@ -33,7 +33,7 @@ class HeaderError(ValueError):
 
 
 @contextlib.contextmanager
-def naming_file(path: Path, kind: str) -> Iterator[None]:
+def as_config_error(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file in their order. Raise `ConfigError`."""
-    with naming_file(path, "safetensors"), open_regular(path) as file:
+    with as_config_error(path, "safetensors"), open_regular(path) as file:
         file_size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
         if len(prefix) < 8:
             raise HeaderError(f"it has {len(prefix)} bytes, fewer than the length of a header")

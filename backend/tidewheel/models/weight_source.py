@@ -91,13 +91,13 @@ def format_choice(wanted: Quantization, source: WeightSource | None = None) -> F
             case "int8" | "int4":
                 return ROUNDED["int8" if is_outer else wanted]
             case "auto" if source is not None:
-                return _joined([source.tensors[name].kind for name in names if name in source.tensors])
+                return _joint_format([source.tensors[name].kind for name in names if name in source.tensors])
         return None
 
     return choose
 
 
-def _joined(kinds: Sequence[torch.dtype | GroupFormat]) -> MatrixFormat:
+def _joint_format(kinds: Sequence[torch.dtype | GroupFormat]) -> MatrixFormat:
     formats = [kind for kind in kinds if isinstance(kind, GroupFormat)]
     if not formats or len(formats) < len(kinds):
         return None

@@ -185,7 +185,7 @@ def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Calla
     with contextlib.ExitStack() as stack:
         descriptors: dict[Path, int] = {}
         for path in dict.fromkeys(chunk.file for chunk in chunks):
-            with _naming(path):
+            with _as_config_error(path):
                 descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, descriptors[path])
             os.posix_fadvise(descriptors[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -204,7 +204,7 @@ def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Calla
 def _read(descriptor: int, chunk: FileChunk, sink: ChunkSink, index: int) -> None:
     rest = sink.buffer(index, chunk).numpy().data
     end = chunk.begin + chunk.size
-    with _naming(chunk.file):
+    with _as_config_error(chunk.file):
         while rest:
             size = os.preadv(descriptor, [rest], end - len(rest))
             if size == 0:
@@ -213,7 +213,7 @@ def _read(descriptor: int, chunk: FileChunk, sink: ChunkSink, index: int) -> Non
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _as_config_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

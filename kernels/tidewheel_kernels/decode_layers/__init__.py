@@ -72,7 +72,7 @@ def fits_decode_layers(layers: Sequence[LayerWeights], heads: HeadShape) -> bool
 
 
 class DecodeLayers:
-    """Layers that `fits_decode_layers` accepts, whose weights do not move. One step runs at a time."""
+    """Layers that `fits_decode_layers` accepts, by address: their weights must not move. One step runs at a time."""
 
     def __init__(
         self,

@@ -122,9 +122,9 @@ def dequantize(weights: GroupedWeights) -> torch.Tensor:
 
 
 def signed_by_output(weights: GroupedWeights) -> GroupedWeights:
-    """Return symmetric weights of 8 bits, if outputs have one scale each, as int8 codes and scales [out, 1].
+    """Return 8-bit weights as int8 codes and scales [out, 1], if each output has one scale and no minimum.
 
-    Others stay as they are.
+    Return other weights as they are.
     """
     codes, scales, minimums, bits = weights
     if bits != 8 or minimums is not None or len(codes) % INT8_MULTIPLE or (scales != scales[:, :1]).any():

@@ -59,7 +59,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def _blocked(weight: torch.Tensor, packed: torch.Tensor) -> _BlockedMatrix | None:
-    """Describe packed weights, compared with `weight`: oneDNN's versions differ. None: unknown."""
+    """Return the layout of packed weights, found by comparison: oneDNN's versions differ. None: unknown."""
     if preference_for(NAME) != "auto" or native_library(weight.dtype) is None:
         return None
     readable = hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")

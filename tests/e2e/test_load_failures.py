@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.models import tiny_models
+from support.models.gguf_files import write_model
 from support.triton.serving import WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
 from tidewheel.server import ServeError
 
@@ -123,6 +125,26 @@ def test_damaged_model(
     damage(folder)
     write_entry(entry, model=str(folder))
     assert word in refused_load(server, entry)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cut", "words"),
+    [
+        ({}, slice(-9), "it lacks 9; download it again"),
+        ({}, slice(1, None), "instead of GGUF; download it again"),
+        ({"general.architecture": "gemma3"}, slice(None), "is gemma3: GGUF files are served of llama, qwen2, qwen3"),
+        ({"tokenizer.ggml.tokens": None}, slice(None), "has no tokenizer: take another file"),
+    ],
+    ids=["truncated", "magic", "architecture", "tokenizer"],
+)
+def test_gguf_file_that_cannot_be_served(
+    server: Server, entry: Path, tmp_path: Path, changes: dict[str, object], cut: slice, words: str
+) -> None:
+    file = write_model(tmp_path / "a.gguf", tiny_models.llama(), **changes)
+    file.write_bytes(file.read_bytes()[cut])
+    write_entry(entry, model=str(file))
+    message = refused_load(server, entry)
+    assert str(file) in message and words in message
 
 
 @pytest.mark.parametrize(

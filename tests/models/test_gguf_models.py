@@ -23,6 +23,21 @@ from tidewheel.sampling import SamplingParams
 
 NUM_TOKENS = 8
 SETTINGS = {"dtype": "float32", "device": "cpu", "num_blocks": 64}
+PLACES = (
+    "France",
+    "a small village",
+    "the city of Rome",
+    "my kitchen",
+    "Python 3",
+    "the 21st century",
+    "a bank",
+    "Mars",
+)
+STARTS = (
+    "The most important thing about {} is", "Once upon a time, near {},", "Q: What is the history of {}?\nA:",
+    "I have never been to {} because", "# {}\n\n##", "In 1,024 words, describe {}:", "def visit():\n    # {}\n    ",
+    "Dear editor,\n\nYour article on {}",
+)  # fmt: skip
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "Once upon a time, in a land of 1,000 lakes,"]
 
 
@@ -71,8 +86,9 @@ def test_answers_of_smollm2(smollm2: Path) -> None:
         smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
     ).eval()
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(str(smollm2), quantization="none", max_model_len=256, **SETTINGS) as llm:
-        answers = llm.generate(PROMPTS, params)
     tokenizer = Tokenizer.load(resolve_folder(str(smollm2)), vocab_size=49152)
-    prompts = [tokenizer.encode(text) for text in PROMPTS]
-    assert [answer.token_ids for answer in answers] == tiny_models.transformers_tokens(theirs, prompts, NUM_TOKENS)
+    texts = [start.format(place) for place in PLACES for start in STARTS]
+    prompts, expected = tiny_models.clear_prompts(theirs, [tokenizer.encode(text) for text in texts], 50, NUM_TOKENS)
+    with LLM(str(smollm2), quantization="none", max_model_len=256, **SETTINGS) as llm:
+        answers = llm.generate([{"input_ids": ids} for ids in prompts], params)
+    assert [answer.token_ids for answer in answers] == expected

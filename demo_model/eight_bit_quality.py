@@ -5,7 +5,8 @@
     python demo_model/eight_bit_quality.py --model FOLDER --windows 8 --save  # integers, on pages of docs/
 
 Windows of 1,024 tokens in float32 on a CPU, so nothing else differs. `--root` is where the packages lie
-unpacked, if they are not installed. The pages are those of a fixed commit.
+unpacked, if they are not installed. The pages are those of a fixed commit. Resident memory is what loading adds to a
+process, against bfloat16.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +32,7 @@ from tidewheel.bench.environment import command_line, environment
 from tidewheel.config import EngineConfig
 from tidewheel.models.causal_lm import ForwardInput, no_progress
 from tidewheel.models.trial_prompt import one_sequence
+from tidewheel.runner.host_memory import resident_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
 from train_demo_model import OUT, ROOT, Corpus, Recipe, encode, training_texts, validation_rows
@@ -36,6 +41,7 @@ RECORD = ROOT / "benchmarks" / "results" / "eight_bit_quality.json"
 RECORD_OF_FOLDER = RECORD.with_name("quantized_quality.json")
 EXACT, CACHE, WEIGHTS = "as the files", "kv_cache_dtype fp8_e4m3", "quantization fp8"
 INT8, INT4 = "quantization int8", "quantization int4"
+INTEGERS = {INT8: {"quantization": "int8"}, INT4: {"quantization": "int4"}}
 PAGES_OF = "f5a28b6c0e38ef5c7767e52ab85eeea8b13d13a4"
 PAGES = ("clients", "scheduling", "serve", "settings")
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -68,7 +74,7 @@ def logits_with(parts: RunnerParts, layout: CacheLayout) -> Logits:
 def ways(folder: Path, *, floats: bool = True) -> dict[str, Way]:
     """Return the model by its settings, with those of 8-bit `floats` or only those of integers."""
     cache, weights = {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}
-    settings = {EXACT: {}, INT8: {"quantization": "int8"}, INT4: {"quantization": "int4"}}
+    settings = {EXACT: {}, **INTEGERS}
     settings |= {CACHE: cache, WEIGHTS: weights, "both": {**cache, **weights}} if floats else {}
     config = {"model": str(folder), "dtype": "float32", "device": "cpu"}
     parts = {
@@ -105,6 +111,23 @@ def compare(rows: torch.Tensor, ways_by: dict[str, Way]) -> dict[str, Moved]:
         name: [sum(column) / len(rows) for column in zip(*of_name, strict=True)] for name, of_name in found.items()
     }
     return {name: Moved(*values) for name, values in means.items()}
+
+
+def resident_with(folder: Path, settings: Mapping[str, str]) -> int:
+    """Return the resident bytes of this process, with a model loaded."""
+    config = {"model": str(folder), "dtype": "bfloat16", "device": "cpu", **settings}
+    _parts = load_parts(EngineConfig.from_settings(config), no_progress)
+    return resident_bytes(os.getpid())
+
+
+def resident_over_bfloat16(folder: Path) -> dict[str, float]:
+    """Return what the model takes more than the small demo model, by settings."""
+    settings = ({}, *INTEGERS.values())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        before, after = (list(pool.map(resident_with, [model] * 3, settings)) for model in (OUT, folder))
+    plain, *others = (more - less for more, less in zip(after, before, strict=True))
+    return {name: each / plain for name, each in zip(INTEGERS, others, strict=True)}
 
 
 def held_out(folder: Path, root: Path) -> Corpus:
@@ -147,7 +170,10 @@ def main() -> None:
         rows, ways_by = pages_of_docs(options.model, 1024, options.windows), ways(options.model, floats=False)
     with torch.inference_mode():
         result = list(lines(compare(rows, ways_by), ways_by))
+    resident = {} if options.model is None else resident_over_bfloat16(options.model)
     for line in result:
+        if line["settings"] in resident:
+            line["resident_over_bfloat16"] = resident[line["settings"]]
         print(json.dumps(line))
     if options.save:
         facts = {**environment(("torch",)), "command": command_line("python", sys.argv)}

@@ -135,6 +135,7 @@ class EngineConfig(SchedulingSettings):
     # one-shot models
     kind: Kind = "text"  # set by the backend: one_shot if `adapter`, or the model's file, says so
     adapter: str = ""  # what runs a one-shot model, such as onnxruntime; empty: as its file says, or a text model
+    adapter_options: str = "{}"  # what the adapter alone reads, by its page in the documentation
     buckets: str = "{}"  # sizes by dynamic dimension, to which inputs are padded with zeros: fewer shapes to batch
     batch_axes: str = "{}"  # batch dimension by tensor; null: none; not named: the first, if all tensors have it
     max_input_mb: int = 64  # MiB of all inputs of a request; a larger one is refused before it is copied
@@ -283,7 +284,7 @@ class EngineConfig(SchedulingSettings):
 
 
 PRESSURE_SETTINGS = frozenset({"pressure_memory", "pressure_latency_ms", "pressure_quantization_critical"})
-ONE_SHOT_ONLY = frozenset({"adapter", "buckets", "batch_axes", "max_input_mb", "check_finite"})
+ONE_SHOT_ONLY = frozenset({"adapter", "adapter_options", "buckets", "batch_axes", "max_input_mb", "check_finite"})
 TEXT_ONLY = PRESSURE_SETTINGS | {
     "revision", "download_dir", "tokenizer", "dtype", "quantization", "pressure_quantization", "deterministic",
     "load_format", "seed", "max_model_len", "generation_config", "override_generation_config", "max_logprobs",

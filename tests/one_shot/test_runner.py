@@ -128,3 +128,16 @@ def test_a_state_has_its_batch_at_another_axis() -> None:
     ran = Ran(Speech(), window(1.0, 10.0), window(2.0, 20.0), batch_axes=axes)
     assert [request.outputs["y"].tolist() for request in ran.requests] == [[[11.0]], [[22.0]]]
     assert [request.outputs["next"].tolist() for request in ran.requests] == [[[11.0], [11.0]], [[21.0], [21.0]]]
+
+
+def test_a_scalar_of_the_model_has_one_element_for_clients() -> None:
+    signature = Signature((TensorSpec("x", "FP32", ()),), (TensorSpec("y", "FP32", ()),))
+
+    class Scalars(FakeAdapter):
+        def run(self, inputs: Arrays) -> Arrays:
+            assert inputs["x"].shape == ()
+            return {"y": np.sqrt(inputs["x"])}
+
+    ran = Ran(Scalars(signature), {"x": np.array([9.0], np.float32)})
+    assert ran.runner._signature.inputs[0].dims == (1,)
+    assert ran.requests[0].outputs["y"].tolist() == [3.0]

@@ -6,38 +6,37 @@ import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.signature import Arrays, Signature
-from tidewheel.regular_files import open_regular, parse_object
+from tidewheel.one_shot.model_file import Adapter, converted
+from tidewheel.one_shot.signature import Signature
+from tidewheel.regular_files import open_regular
 from tidewheel.settings import nearest
 
-
-class Adapter(Protocol):
-    @property
-    def signature(self) -> Signature: ...  # of the file, without the entry's settings
-
-    @property
-    def device(self) -> str: ...  # such as "cpu (2 threads)"
-
-    @property
-    def weights_bytes(self) -> int: ...  # 0: unknown
-
-    def run(self, inputs: Arrays) -> Arrays:
-        """Return the outputs. Must not write to the inputs; may raise anything."""
+_Axis = Annotated[int, msgspec.Meta(ge=0)]
+_Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
+_MAX_REASON_CHARS = 500
 
 
 class AdapterKind(NamedTuple):
     module: str
-    extra: str  # of pyproject.toml
+    extra: str  # of pyproject.toml; empty: none is needed
     file: str = ""  # in a version folder, names this adapter, as does its suffix; empty: only the setting does
+    has_options: bool = False
 
 
 ADAPTERS: Mapping[str, AdapterKind] = MappingProxyType(
     {
         "onnxruntime": AdapterKind("tidewheel.one_shot.onnx_runtime", "onnx", "model.onnx"),
+        "torch_export": AdapterKind("tidewheel.one_shot.torch_export", "", "model.pt2", has_options=True),
+        "torch_script": AdapterKind("tidewheel.one_shot.torch_program", "", "model.pt", has_options=True),
+        "openvino": AdapterKind("tidewheel.one_shot.openvino_ir", "openvino", "model.xml"),
+        "tensorrt": AdapterKind("tidewheel.one_shot.tensorrt_plan", "tensorrt", "model.plan"),
+        "encoder": AdapterKind("tidewheel.one_shot.encoder", "", has_options=True),
     }
 )
 DEFAULTS: Mapping[str, object] = MappingProxyType(
@@ -69,32 +68,20 @@ def load_adapter(config: EngineConfig) -> tuple[Adapter, Signature]:
         raise ConfigError(f"adapter is {config.adapter!r}: {hint}")
     path = Path(config.model)
     try:
+        module: Any = importlib.import_module(kind.module)
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install 'tidewheel[{kind.extra}]' for adapter {config.adapter}") from None
+    if not kind.has_options and config.adapter_options != "{}":
+        raise ConfigError(f"adapter_options is {config.adapter_options}: adapter {config.adapter} has none")
+    axes = converted(config.batch_axes, "batch_axes", dict[str, _Axis | None])
+    buckets = converted(config.buckets, "buckets", dict[str, _Sizes])
+    try:
         if kind.file:
             open_regular(path).close()
-        module: Any = importlib.import_module(kind.module)
-    except OSError as error:
-        raise ConfigError(f"model is {config.model!r}: it cannot be read ({error.strerror})") from None
-    except ImportError as error:
-        raise ConfigError(
-            f"adapter {config.adapter} cannot be imported ({error}): pip install 'tidewheel[{kind.extra}]'"
-        ) from None
-    adapter: Adapter = module.load(path, config)
-    axes, buckets = _batch_axes(config.batch_axes), _buckets(config.buckets)
+        adapter: Adapter = module.load(path, config)
+    except ConfigError:
+        raise
+    except Exception as error:  # libraries have a class for each cause, or none
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+        raise ConfigError(f"{path} cannot be loaded by {config.adapter}: {reason}") from None
     return adapter, adapter.signature.with_settings(axes, buckets)
-
-
-def _batch_axes(text: str) -> dict[str, int | None]:
-    axes = parse_object(text, "batch_axes")
-    for name, axis in axes.items():
-        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool) or axis < 0):
-            raise ConfigError(f"batch_axes has {axis!r} for {name!r}: give an axis from 0 on, or null")
-    return axes  # type: ignore[return-value]
-
-
-def _buckets(text: str) -> dict[str, list[int]]:
-    buckets = parse_object(text, "buckets")
-    for name, sizes in buckets.items():
-        is_list = isinstance(sizes, list) and len(sizes) > 0
-        if not is_list or not all(isinstance(size, int) and size > 0 for size in sizes):  # type: ignore[attr-defined]
-            raise ConfigError(f"buckets has {sizes!r} for {name!r}: give a list of sizes, such as [32, 64]")
-    return buckets  # type: ignore[return-value]

@@ -10,7 +10,8 @@ import numpy as np
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError, TidewheelError
-from tidewheel.one_shot.adapters import Adapter, load_adapter
+from tidewheel.one_shot.adapters import load_adapter
+from tidewheel.one_shot.model_file import Adapter
 from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Signature, TensorSpec
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
@@ -114,17 +115,14 @@ class OneShotRunner:
 
     def _run_alone(self, inputs: Arrays) -> Arrays | TidewheelError:
         try:
-            specs = self._signature.inputs
-            outputs = self._adapter.run({spec.name: self._joined(spec, [inputs]) for spec in specs})
-            return self._checked(self._cut(outputs, inputs))
+            return self._checked(self._cut(self._run([inputs]), inputs))
         except Exception as error:
             return ModelFailed(f"the model raised an error for this request: {_reason(error)}")
 
     def _run_joined(self, inputs: Sequence[Arrays]) -> list[Arrays]:
         """Run several requests as one. Raise what the model raises, or `ValueError` for outputs of other sizes."""
-        specs = self._signature.inputs
-        outputs = self._adapter.run({spec.name: self._joined(spec, inputs) for spec in specs})
-        batched = next(spec for spec in specs if spec.batch_axis is not None)
+        outputs = self._run(inputs)
+        batched = next(spec for spec in self._signature.inputs if spec.batch_axis is not None)
         counts = [each[batched.name].shape[batched.batch_axis or 0] for each in inputs]
         ends = list(itertools.accumulate(counts))
         for spec in self._signature.outputs:
@@ -140,6 +138,11 @@ class OneShotRunner:
             )
             for count, end, each in zip(counts, ends, inputs, strict=True)
         ]
+
+    def _run(self, inputs: Sequence[Arrays]) -> Arrays:
+        feeds = {spec.name: self._joined(spec, inputs) for spec in self._signature.inputs}
+        feeds |= {spec.name: feeds[spec.name].reshape(()) for spec in self._adapter.signature.inputs if not spec.dims}
+        return {name: np.atleast_1d(array) for name, array in self._adapter.run(feeds).items()}
 
     def _joined(self, spec: TensorSpec, inputs: Sequence[Arrays]) -> Array:
         """Return an input of several requests in one array: the request's own if it is alone and needs no padding."""
@@ -178,7 +181,10 @@ class OneShotRunner:
 def _item_ms(adapter: Adapter, signature: Signature) -> float:
     """Return the time of an item of zeros; 0 if the model raises, or a size has no bucket."""
     try:
-        inputs = {spec.name: np.zeros(_item_shape(spec, signature), DTYPES[spec.dtype]) for spec in signature.inputs}
+        inputs = {
+            spec.name: np.zeros(_item_shape(spec, signature)[: len(own.dims)], DTYPES[spec.dtype])
+            for spec, own in zip(signature.inputs, adapter.signature.inputs, strict=True)
+        }
         times = [time.monotonic()]
         for _ in range(2):  # the first allocates
             adapter.run(inputs)

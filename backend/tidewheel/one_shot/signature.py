@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ DTYPES: Mapping[str, type[np.generic]] = {  # by Triton's names
     "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "FP16": np.float16,
     "FP32": np.float32, "FP64": np.float64, "BYTES": np.object_,
 }  # fmt: skip
+_Dtype = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPES)})$")]
 _NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 
 
@@ -29,7 +30,7 @@ def dtype_name(array: Array) -> str:
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     name: str
-    dtype: str  # key of `DTYPES`
+    dtype: _Dtype
     dims: tuple[int | str, ...]  # a dynamic dimension has a name
     batch_axis: int | None = None  # where requests are joined; None: no batch dimension
 
@@ -55,6 +56,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     def with_settings(self, batch_axes: Mapping[str, int | None], buckets: Buckets) -> Signature:
         """Return the signature with an entry's settings. Raise `ConfigError` if they do not fit the model.
 
+        Scalars, which Triton does not have, get the shape [1].
         By default, requests are joined along axis 0 if it is dynamic, and of one name, in all tensors.
         """
         tensors = (*self.inputs, *self.outputs)
@@ -72,7 +74,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
         others = [dim for spec in self.inputs for axis, dim in enumerate(spec.dims) if axis != axes[spec.name]]
         _check_names("buckets", buckets, {dim for dim in others if isinstance(dim, str)})
         inputs, outputs = (
-            tuple(msgspec.structs.replace(spec, batch_axis=axes[spec.name]) for spec in specs)
+            tuple(msgspec.structs.replace(spec, dims=spec.dims or (1,), batch_axis=axes[spec.name]) for spec in specs)
             for specs in (self.inputs, self.outputs)
         )
         return Signature(inputs, outputs, {name: tuple(sorted(sizes)) for name, sizes in buckets.items()})

@@ -80,13 +80,10 @@ class EngineFrontend:
         self.frontend.close()
         if self._metrics is not None:
             self._metrics.close()
-            if self.client.is_owner and not self._has_successor():
-                self._engine_metrics.clear()
+            current = find_engine(self.target.folder.parent)
+            if self.client.is_owner and (current is None or current.folder == self.target.folder):
+                self._engine_metrics.clear()  # it has no successor
         self.client.close()
-
-    def _has_successor(self) -> bool:
-        current = find_engine(self.target.folder.parent)
-        return current is not None and current.folder != self.target.folder
 
     def _publish_metrics(self, settings: ModelSettings, info: EngineInfo) -> MetricsPublisher:
         requests = request_metrics(settings.entry.labels, self.frontend.stats())

@@ -34,14 +34,15 @@ class FrontendSettings:
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:
-        tokens, seconds, port = self.default_max_tokens, self.max_request_s, self.health_port
+        tokens, seconds, port, log = self.default_max_tokens, self.max_request_s, self.health_port, self.request_log
+        is_log = log in ("", STDERR) or Path(log).is_absolute()
         rules = (
             ("default_max_tokens", tokens == "context" or tokens >= 1, "use 1 or more, or context"),
             ("max_request_s", seconds is None or 0.0 < seconds < math.inf, "it must be above 0, in seconds"),
             ("health_port", port is None or 1 <= port <= 65535, "use 1 to 65535"),
             ("objective_ttft_ms", 0.0 < self.objective_ttft_ms < math.inf, "it must be above 0, in milliseconds"),
             ("objective_tpot_ms", 0.0 < self.objective_tpot_ms < math.inf, "it must be above 0, in milliseconds"),
-            ("request_log", _is_log(self.request_log), f"use a path that begins with /, or {STDERR}"),
+            ("request_log", is_log, f"use a path that begins with /, or {STDERR}"),
             ("otlp_traces_endpoint", _is_endpoint(self.otlp_traces_endpoint), _OTLP_ADVICE),
             ("stream_interval_ms", 0 <= self.stream_interval_ms <= _MAX_INTERVAL_MS, f"use 0 to {_MAX_INTERVAL_MS}"),
             ("num_sender_threads", 1 <= self.num_sender_threads <= _MAX_SENDERS, f"use 1 to {_MAX_SENDERS}"),
@@ -59,10 +60,6 @@ class FrontendSettings:
         """Return the shorter of a request's timeout and `max_request_s`, in microseconds; 0: none."""
         limits_us = asked_us, math.ceil(1e6 * (self.max_request_s or 0))
         return min(filter(None, limits_us), default=0)
-
-
-def _is_log(text: str) -> bool:
-    return text in ("", STDERR) or Path(text).is_absolute()
 
 
 def _is_endpoint(text: str) -> bool:

@@ -22,10 +22,10 @@ class ProcessorUse(NamedTuple):
 
 
 class ProcessorMeter:
-    """Reader of `ProcessorUse` since the last reading, for the processes of a server."""
+    """Reader of `ProcessorUse` since the last reading, by this process and `pids`."""
 
-    def __init__(self, *others: int, counts_waits: bool = False) -> None:
-        self._others, self._counts_waits = others, counts_waits
+    def __init__(self, *pids: int, counts_waits: bool = False) -> None:
+        self._pids, self._counts_waits = pids, counts_waits
         self._read_at, self._seconds = time.monotonic(), self._read()
 
     def read(self) -> ProcessorUse | None:
@@ -41,7 +41,7 @@ class ProcessorMeter:
 
     def _read(self) -> tuple[float, ...]:
         try:
-            used = time.process_time() + sum(map(_seconds_of, self._others))
+            used = time.process_time() + sum(map(_seconds_of, self._pids))
             return used, _idle_seconds(), sum(_waited_seconds()) if self._counts_waits else 0.0
         except (OSError, ValueError, IndexError):
             return ()

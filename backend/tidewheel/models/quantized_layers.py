@@ -98,7 +98,7 @@ class IntegerLayout(Layout):
         codes, (scales, zeros), groups = self.codes(tensors), self.levels(tensors, size), self._groups(tensors, size)
         group_size = successive_inputs(groups)
         if group_size is None:
-            return fields(codes, self.bits).float().sub_(zeros[:, groups]).mul_(scales[:, groups])
+            return unpack(codes, self.bits).float().sub_(zeros[:, groups]).mul_(scales[:, groups])
         stored = groups[::group_size]
         minimums = (-scales * zeros)[:, stored].half() if self._has_minimums(zeros) else None
         return GroupedWeights(codes, scales[:, stored].half(), minimums, self.bits)
@@ -127,8 +127,8 @@ def num_words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the fields [rows, n] uint8 of uint8 or int32, lowest bits first."""
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes [rows, n] uint8 that words of uint8 or int32 hold, lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), 2).flatten(1)
 
@@ -163,7 +163,7 @@ class GptqLayout(IntegerLayout):
 
     def unpack_outputs(self, words: torch.Tensor) -> torch.Tensor:
         """Return words packed along the outputs as codes [rows, outputs] uint8."""
-        return fields(words, self.bits)
+        return unpack(words, self.bits)
 
 
 class AwqLayout(GptqLayout):
@@ -177,7 +177,7 @@ class AwqLayout(GptqLayout):
         return codes[:, 0::2] | codes[:, 1::2] << 4
 
     def unpack_outputs(self, words: torch.Tensor) -> torch.Tensor:
-        return fields(words, 4).view(len(words), -1, 8)[..., AWQ_FIELDS].flatten(1)
+        return unpack(words, 4).view(len(words), -1, 8)[..., AWQ_FIELDS].flatten(1)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class CompressedLayout(IntegerLayout):
             return scales, torch.full_like(scales, middle)
         if zeros.dtype == torch.int8:
             return scales, _expanded(zeros, size) + middle
-        return scales, fields(zeros.t(), self.bits)[:, : size.out_features].t().float()
+        return scales, unpack(zeros.t(), self.bits)[:, : size.out_features].t().float()
 
 
 class PackedLayout(CompressedLayout):

@@ -86,7 +86,7 @@ class DecodeLayers:
         self._head_places = heads.num_kv_heads, heads.head_dim
         is_grouped = all(isinstance(linear.weights, LaneWeights) for layer in layers for linear in layer.linears)
         self.max_rows = FEW_GROUPED_ROWS if is_grouped else FEW_ROWS[self.dtype]
-        self._layers = (structures.LayerAddresses * len(layers))(*map(_layer, layers))
+        self._layers = (structures.LayerAddresses * len(layers))(*map(_layer_addresses, layers))
         self._decoder = structures.DecoderAddresses(
             ctypes.addressof(self._layers), cos_sin.data_ptr(), len(layers), first.down.weights.out_features,
             first.down.weights.in_features, *heads, cos_sin.shape[1] // 2, eps, heads.head_dim**-0.5,
@@ -154,12 +154,12 @@ class DecodeLayers:
         self._caches = caches
 
 
-def _layer(layer: LayerWeights) -> structures.LayerAddresses:
+def _layer_addresses(layer: LayerWeights) -> structures.LayerAddresses:
     norms = (None if norm is None else norm.data_ptr() for norm in layer[:4])
-    return structures.LayerAddresses(*norms, *map(_linear, layer.linears), layer.sliding_window)
+    return structures.LayerAddresses(*norms, *map(_linear_addresses, layer.linears), layer.sliding_window)
 
 
-def _linear(linear: LinearWeights) -> structures.LinearAddresses:
+def _linear_addresses(linear: LinearWeights) -> structures.LinearAddresses:
     weights, bias = linear
     is_grouped = isinstance(weights, LaneWeights)
     return structures.LinearAddresses(

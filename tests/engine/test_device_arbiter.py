@@ -16,8 +16,10 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine import device_arbiter
 from tidewheel.engine.device_arbiter import DeviceArbiter, DeviceShare, UnsharedDevice, share_device
 from tidewheel.errors import ConfigError
+from tidewheel.private_dir import run_dir, shared_run_dir
 from tidewheel.request import Priority
 from tidewheel.runner.info import RunnerInfo
+from tidewheel.server.workdir import work_dir
 from tidewheel.settings import MIB
 
 CRITICAL, HIGH, NORMAL, LOW = (int(one) for one in Priority)
@@ -216,12 +218,15 @@ def test_an_engine_takes_no_more_than_its_share(tmp_path: Path) -> None:
             share_device(config, info, tmp_path / "d", "m")
 
 
-def test_a_full_table_or_disk_only_ends_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_arbiter, "MAX_ENGINES", 0)
+def test_a_full_table_or_an_open_folder_only_ends_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = RunnerInfo(
         model="m", architecture="a", device="cpu (2 threads)", dtype="", vocab_size=1, max_model_len=1,
         max_num_seqs=1, max_num_batched_tokens=1, block_size=1, weights_bytes=1,
     )  # fmt: skip
+    open_folder = tmp_path / "open"
+    open_folder.mkdir(mode=0o755)
+    assert type(share_device(EngineConfig(model="m"), info, open_folder, "m")) is UnsharedDevice
+    monkeypatch.setattr(device_arbiter, "MAX_ENGINES", 0)
     assert type(share_device(EngineConfig(model="m"), info, tmp_path / "d", "m")) is UnsharedDevice
 
 
@@ -296,3 +301,9 @@ def test_a_killed_engine_holds_nobody_up_and_frees_its_row(tmp_path: Path, child
     assert sorted(path.name for path in tmp_path.glob("cpu.[0-9]*")) == ["cpu.0", "cpu.1"]
     last.close()
     arbiter.close()
+
+
+def test_servers_of_a_user_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+    with work_dir() as folder:
+        assert run_dir() == folder.run and shared_run_dir() == tmp_path

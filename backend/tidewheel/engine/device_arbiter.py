@@ -24,12 +24,11 @@ import zmq
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.private_dir import private_dir
 from tidewheel.request import Priority
 from tidewheel.runner.host_memory import resident_bytes, total_host_bytes
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.settings import shown_bytes
-from tidewheel_process.locked_folder import flock, try_lock
+from tidewheel_process.locked_folder import FolderError, flock, make_private, try_lock
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +103,7 @@ class DeviceArbiter(UnsharedDevice):
         self._base, self._share, self._clock = base, share, clock
         self._is_shared = self._holds = False
         self._next_look = self._began = 0.0
+        self._engines: list[int] = []  # rows
         with try_lock(base.with_suffix(".lock"), JOIN_LIMIT_S) or _refuse(errno.EBUSY, base):
             memory = _map(base.with_suffix(".table"), _HEADER.itemsize + MAX_ENGINES * _ROW.itemsize)
             self._header = np.frombuffer(memory, _HEADER, 1)
@@ -203,18 +203,17 @@ class DeviceArbiter(UnsharedDevice):
 
     def _next(self, now: float) -> int | None:
         """Return the row whose turn is next; None: no engine waits, or one between two steps comes first."""
-        rows = self._rows
-        ranks = [self._rank(row, now) for row in rows["waits"].nonzero()[0].tolist()]
-        service_class, used_s, first = min(ranks, default=_LAST)
-        for row in (rows["returns_at"] > now).nonzero()[0].tolist() if first >= 0 else ():
-            if rows["class"][row] <= service_class and rows["used_s"][row] < used_s:
+        returns_at, classes, used = (self._rows[name] for name in ("returns_at", "class", "used_s"))
+        service_class, used_s, first = min([self._rank(row, now) for row in self._engines], default=_LAST)
+        for row in self._engines:
+            if returns_at[row] > now and classes[row] <= service_class and used[row] < used_s:
                 return None
-        return first if first >= 0 else None
+        return None if first < 0 else first
 
     def _rank(self, row: int, now: float) -> tuple[float, float, int]:
-        """Return class, use and row of a waiting engine; `_LAST` if it shows no sign."""
+        """Return class, use and row of an engine; `_LAST` if it does not wait, or shows no sign."""
         _, _, _, _, waits, since, seen, _, used_s = self._rows.item(row)
-        if seen < now - STALE_S:
+        if not waits or seen < now - STALE_S:
             return _LAST
         return max(waits - (now - since) // AGEING_S, min(waits, Priority.HIGH)), used_s, row
 
@@ -242,11 +241,12 @@ class DeviceArbiter(UnsharedDevice):
         if is_shared != self._is_shared:
             names = ", ".join(self._rows["name"][row].decode() for row in others)
             log.info("takes turns on %s with %s" if is_shared else "takes no turns on %s%.0s", self._base.name, names)
-        self._is_shared = is_shared
+        self._is_shared, self._engines = is_shared, [self._row, *others]
 
     def _others(self) -> list[int]:
         """Return the rows of other engines that live."""
-        return [row for row in self._rows["name"].nonzero()[0].tolist() if row != self._row and self._wake(row)]
+        names = self._rows["name"].tolist()  # numpy's searches fail if another process writes
+        return [row for row, name in enumerate(names) if name and row != self._row and self._wake(row)]
 
     def _free_row(self) -> int:
         self._row, share = -1, self._share
@@ -294,8 +294,9 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
         is_one_shot=config.kind == "one_shot",
     )
     try:
-        return DeviceArbiter(private_dir(folder) / ("cpu" if is_cpu else f"cuda-{number}"), share)
-    except OSError as error:
+        base = make_private(folder, "it is removed") / ("cpu" if is_cpu else f"cuda-{number}")
+        return DeviceArbiter(base, share)
+    except (OSError, FolderError) as error:
         log.warning("takes no turns with other engines of the device: %s", error)
         return UnsharedDevice()
 

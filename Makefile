@@ -162,7 +162,8 @@ test-sanitized: venv build/gcc-sanitized
 	CC=$(CURDIR)/build/gcc-sanitized ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -q -p no:faulthandler \
-		tests/kernels/test_grouped_linear.py tests/kernels/test_packed_linear.py tests/kernels/test_decode_layers.py
+		tests/kernels/test_grouped_linear.py tests/kernels/test_packed_linear.py tests/kernels/test_decode_layers.py \
+		tests/kernels/test_cache_of_codes.py
 
 build/gcc-sanitized:
 	@mkdir -p $(@D)

@@ -40,7 +40,7 @@ from train_demo_model import OUT, ROOT, Corpus, Recipe, encode, training_texts, 
 RECORD = ROOT / "benchmarks" / "results" / "eight_bit_quality.json"
 RECORD_OF_FOLDER = RECORD.with_name("quantized_quality.json")
 EXACT, CACHE, WEIGHTS = "as the files", "kv_cache_dtype fp8_e4m3", "quantization fp8"
-INT8, INT4 = "quantization int8", "quantization int4"
+INT8, INT4, CODES = "quantization int8", "quantization int4", "kv_cache_dtype int8"
 INTEGERS = {INT8: {"quantization": "int8"}, INT4: {"quantization": "int4"}}
 PAGES_OF = "f5a28b6c0e38ef5c7767e52ab85eeea8b13d13a4"
 PAGES = ("clients", "scheduling", "serve", "settings")
@@ -74,7 +74,7 @@ def logits_with(parts: RunnerParts, layout: CacheLayout) -> Logits:
 def ways(folder: Path, *, floats: bool = True) -> dict[str, Way]:
     """Return the model by its settings, with those of 8-bit `floats` or only those of integers."""
     cache, weights = {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}
-    settings = {EXACT: {}, **INTEGERS}
+    settings = {EXACT: {}, **INTEGERS, CODES: {"kv_cache_dtype": "int8"}}
     settings |= {CACHE: cache, WEIGHTS: weights, "both": {**cache, **weights}} if floats else {}
     config = {"model": str(folder), "dtype": "float32", "device": "cpu"}
     parts = {

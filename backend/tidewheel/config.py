@@ -16,7 +16,7 @@ from tidewheel.settings import check_known, take_settings
 from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-CacheDType = Literal["auto", "fp8_e4m3"]
+CacheDType = Literal["auto", "fp8_e4m3", "int8"]
 Quantization = Literal["auto", "none", "fp8", "int8", "int4"]
 PressureQuantization = Literal["none", "int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -121,7 +121,7 @@ class EngineConfig(SchedulingSettings):
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
 
     # KV cache
-    kv_cache_dtype: CacheDType = "auto"  # auto: the model's; fp8_e4m3 or fp8: 8 bits, with a scale for each KV head
+    kv_cache_dtype: CacheDType = "auto"  # auto: the model's; fp8_e4m3, fp8: 8-bit floats; int8: integers, on a CPU
     block_size: int | None = None  # tokens of a block: 16, 32, 64 or 128; none: 64 on CUDA, 16 on a CPU
     num_blocks: int | None = None  # blocks of the cache; none: as many as its memory holds
     kv_cache_memory_mb: int | None = None  # MiB of the cache; none: half the free memory, or gpu_memory_utilization

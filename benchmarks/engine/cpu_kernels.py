@@ -19,11 +19,12 @@ import torch
 
 from common.study import Study, in_turns
 from engine.weight_products import LEAST_BYTES, compare_products
-from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels import AttentionMetadata, write_kv_cache
 from tidewheel_kernels.activation import silu_and_mul_native
 from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
 from tidewheel_kernels.attention import paged_attention_native
 from tidewheel_kernels.attention.cpu import paged_attention_cpu
+from tidewheel_kernels.kv_cache.codes import INT8, codes_of, head_bytes
 from tidewheel_kernels.native.library import native_library
 from tidewheel_kernels.norm import rms_norm_native
 from tidewheel_kernels.norm.cpu import rms_norm_cpu
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     native: Callable[[], object]
     torch: Callable[[], object]
     read: Callable[[], object] | None = None  # of the same bytes
+    codes: Callable[[], object] | None = None  # the C kernel, of an int8 cache
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -102,8 +104,19 @@ def long_cases(drawn: Callable[..., torch.Tensor]) -> Iterator[Case]:
         caches = [cache.clone() for _ in range(LEAST_BYTES // cache.nbytes + 1)]
         words = cycle([cache.view(torch.int64) for cache in caches])
         lengths = np.full(count, LONG_CONTEXT, np.int32)
-        pair = decodes(drawn(count, heads, head_dim), caches, tables, lengths)
-        yield Case(f"{count} of {LONG_CONTEXT} tokens, {model}", *pair, lambda words=words: next(words).sum())
+        rounded = [in_codes(cache) for cache in (*caches, *caches)]
+        q, name = drawn(count, heads, head_dim), f"{count} of {LONG_CONTEXT} tokens, {model}"
+        of_codes = next(decodes(q, rounded, tables, lengths))
+        yield Case(name, *decodes(q, caches, tables, lengths), lambda words=words: next(words).sum(), of_codes)
+
+
+def in_codes(cache: torch.Tensor) -> torch.Tensor:
+    """Return keys and values [2, num_blocks, ...] as an int8 cache."""
+    _, num_blocks, block_size, kv_heads, head_dim = cache.shape
+    blocks = torch.empty(2, num_blocks, block_size * kv_heads * head_bytes(head_dim, INT8), dtype=INT8)
+    codes = codes_of(blocks, block_size, kv_heads, head_dim)
+    write_kv_cache(*cache.flatten(1, 2), torch.arange(num_blocks * block_size), *codes)
+    return codes
 
 
 def prompt_cases(drawn: Callable[..., torch.Tensor]) -> Iterator[Case]:
@@ -155,7 +168,9 @@ def main() -> None:
             ratio = medians["torch"] / medians["native"]
             of_dtype[case.name] = {"median_us": medians, "torch_over_native": ratio}
             line = f"{dtype} {case.name}: {medians['native']:.0f} us, torch {medians['torch']:.0f}, {ratio:.1f} times"
-            print(line + (f", {medians['read'] / medians['native']:.0%} of a plain read" if case.read else ""))
+            if case.read:
+                line += f", {medians['read'] / medians['native']:.0%} of a plain read; int8 {medians['codes']:.0f}"
+            print(line)
     study.save({"results": results, "weight_products": compare_products(max(options.repeats // 10, 1))})
 
 

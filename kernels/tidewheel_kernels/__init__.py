@@ -15,6 +15,7 @@ from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.choice import runs_triton
 from tidewheel_kernels.invariant_linear import invariant_linear
 from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
+from tidewheel_kernels.kv_cache.codes import INT8
 from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.logprobs import compute_logprobs
 from tidewheel_kernels.logprobs.reference import LogprobsOutput
@@ -30,6 +31,7 @@ from tidewheel_kernels.token_mask import apply_token_mask
 
 __all__ = [
     "FP8",
+    "INT8",
     "AttentionMetadata",
     "KernelUnavailable",
     "LogprobsOutput",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from tokenizers import Tokenizer
 
-from eight_bit_quality import CACHE, EXACT, INT4, INT8, WEIGHTS, compare, ways
+from eight_bit_quality import CACHE, CODES, EXACT, INT4, INT8, WEIGHTS, compare, ways
 from train_demo_model import OUT, ROOT
 
 NUM_TOKENS = 256
@@ -17,7 +17,7 @@ def test_8_bits_hardly_move_the_demo_model_and_4_bits_not_much() -> None:
         found = compare(rows, ways(OUT))
     exact = found[EXACT]
     assert (exact.divergence, exact.logits, exact.same_token) == (0.0, 0.0, 1.0)
-    for rounded in (found[CACHE], found[WEIGHTS], found[INT8]):
+    for rounded in (found[CACHE], found[CODES], found[WEIGHTS], found[INT8]):
         assert abs(rounded.loss - exact.loss) < 0.05
         assert 0.0 < rounded.divergence < 0.02
         assert rounded.logits < 0.1

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.kernels.kernel_harness import RATIO, PagedBatch, assert_close, needs_compiler, paged_batch
+from support.kernels.kernel_harness import RATIO, PagedBatch, assert_close, needs_compiler, paged_batch, rounded_cache
 from tidewheel_kernels import paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, LinearWeights, fits_decode_layers
 from tidewheel_kernels.grouped_linear import LaneWeights, arrange, grouped_linear, quantize_groups
+from tidewheel_kernels.kv_cache.codes import scales_behind
 from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear
 
 pytestmark = needs_compiler
@@ -84,24 +85,27 @@ def by_operations(
     return x, residual
 
 
-def check(of: Model, dtype: torch.dtype, seq_lens: Sequence[int]) -> None:
+def check(of: Model, dtype: torch.dtype, seq_lens: Sequence[int], *, has_codes: bool = False) -> None:
     batch = paged_batch([(1, length) for length in seq_lens], group=1, dtype=dtype)
     lengths = batch.meta.seq_lens.long()
     positions = (lengths - 1).clamp(min=0)
     blocks = batch.meta.block_tables[torch.arange(len(seq_lens)), positions // 16].long()
     batch.meta.slot_mapping.copy_(torch.where(lengths > 0, blocks * 16 + positions % 16, -1))
     layers = DecodeLayers(*of, EPS)
-    caches = [[torch.stack(batch[1:3]) for _ in of.layers] for _ in range(2)]
+    copied = rounded_cache if has_codes else torch.clone
+    caches = [[tuple(map(copied, batch[1:3])) for _ in of.layers] for _ in range(2)]
     x = torch.randn(len(seq_lens), HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = by_operations(of, x, batch, positions, caches[0])
-    pairs = [tuple(cache) for cache in caches[1]]
-    residual = layers.run(x, positions, batch.meta, pairs)
+    residual = layers.run(x, positions, batch.meta, caches[1])
     for name, wanted, got in zip(("output", "residual"), expected, (x, residual), strict=True):
         assert_close(name, wanted, got, 4 * RATIO[dtype] * (1 if dtype == torch.bfloat16 else 100))
-    for wanted, got in zip(*caches, strict=True):
-        assert_close("cache", wanted.nan_to_num(), got.nan_to_num(), 4 * RATIO[dtype] * 100)
+    for pair in zip(*caches, strict=True):
+        for wanted, got in zip(*pair, strict=True):
+            if has_codes:
+                wanted, got = (cache * scales_behind(cache).unsqueeze(-1) for cache in (wanted, got))
+            assert_close("cache", wanted.nan_to_num(), got.nan_to_num(), 4 * RATIO[dtype] * 100)
     again = torch.randn(1, HIDDEN).to(dtype)
-    layers.run(again, positions[:1], batch.meta, pairs)
+    layers.run(again, positions[:1], batch.meta, caches[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -115,6 +119,13 @@ def test_equals_single_operations(has_extras: bool, seq_lens: tuple[int, ...], b
     if not fits_decode_layers(of.layers, of.heads):
         pytest.skip("oneDNN's layout for this processor is not known")
     check(of, dtype, seq_lens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 8])
+def test_equals_single_operations_with_a_cache_of_codes(window: int, dtype: torch.dtype) -> None:
+    of = model((8, 4), dtype, group=3, has_norms=True, has_bias=False, window=window)
+    check(of, dtype, (40, 17, 0, 3), has_codes=True)
 
 
 @pytest.mark.parametrize("setting", ["torch", "rms_norm=reference", "paged_attention=torch"])

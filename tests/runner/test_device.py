@@ -154,6 +154,9 @@ def test_a_gpu_without_8_bit_floats_is_named(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert resolve_cache_dtype("auto", torch.bfloat16, CUDA) == torch.bfloat16
     assert resolve_cache_dtype("fp8_e4m3", torch.bfloat16, CPU) == FP8
+    assert resolve_cache_dtype("int8", torch.bfloat16, CPU) == torch.int8
+    with pytest.raises(ConfigError, match=r"int8, and NVIDIA X1 runs .* set it to fp8_e4m3 or auto"):
+        resolve_cache_dtype("int8", torch.bfloat16, CUDA)
     gpu(monkeypatch, capability=(8, 9))
     assert resolve_cache_dtype("fp8_e4m3", torch.bfloat16, CUDA) == FP8
 

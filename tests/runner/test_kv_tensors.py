@@ -23,6 +23,7 @@ from tidewheel.runner.kv_tensors import (
 )
 from tidewheel.runner.loading import _allocate
 from tidewheel.settings import GIB, MIB
+from tidewheel_kernels.kv_cache.codes import scales_behind
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
 LAYOUT = CacheLayout(SHAPE, 16, torch.float32)
@@ -32,6 +33,13 @@ CPU = torch.device("cpu")
 def test_bytes_of_a_block() -> None:
     assert LAYOUT.block_bytes == 2 * 2 * 16 * 3 * 8 * 4
     assert KVTensors(LAYOUT, 5, CPU).num_bytes == 5 * LAYOUT.block_bytes
+
+
+def test_bytes_of_a_block_of_codes_and_scales() -> None:
+    layout = LAYOUT._replace(dtype=torch.int8)
+    assert layout.block_bytes == 2 * 2 * 16 * 3 * (8 + 4)
+    kv = KVTensors(layout, 5, CPU)
+    assert kv.num_bytes == 5 * layout.block_bytes and kv.blocks.shape == (5, 4, 16 * 3 * (8 + 4))
 
 
 def test_the_budget_decides_unless_the_setting_does() -> None:
@@ -185,3 +193,14 @@ def test_copies_reach_keys_and_values_of_every_layer() -> None:
     for i, (keys, values, _) in enumerate(kv.layers):
         assert keys[:, 0, 0, 0].tolist() == [100 * i + block for block in (0, 4, 2, 0, 4, 5)]
         assert values[:, 15, 2, 7].tolist() == [-100 * i - block for block in (0, 4, 2, 0, 4, 5)]
+
+
+def test_copies_take_scales_along() -> None:
+    kv = KVTensors(LAYOUT._replace(dtype=torch.int8), 4, CPU)
+    for i, cache in enumerate(cache for layer in kv.layers for cache in layer[:2]):
+        cache.copy_(torch.arange(4).view(4, 1, 1, 1) + 10 * i)
+        scales_behind(cache).copy_(torch.arange(4.0).view(4, 1, 1) + 100 * i)
+    kv.copy(np.array([3], dtype=np.int32), np.array([1], dtype=np.int32))
+    for i, cache in enumerate(cache for layer in kv.layers for cache in layer[:2]):
+        assert cache[:, 15, 2, 7].tolist() == [10 * i + block for block in (0, 3, 2, 3)]
+        assert scales_behind(cache)[:, 0, 1].tolist() == [100 * i + block for block in (0, 3, 2, 3)]

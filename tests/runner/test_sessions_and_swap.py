@@ -18,7 +18,7 @@ from tidewheel.runner.model_runner import ModelRunner
 NUM_TOKENS = 24
 
 
-@pytest.fixture(params=["auto", "fp8_e4m3"])
+@pytest.fixture(params=["auto", "fp8_e4m3", "int8"])
 def runner(config: EngineConfig, request: pytest.FixtureRequest) -> ModelRunner:
     runner = ModelRunner.load(dataclasses.replace(config, swap_space=0.01, kv_cache_dtype=request.param))
     poison(runner)

@@ -24,6 +24,7 @@ from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
 from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 from tidewheel.settings import GIB, MIB, shown_bytes
+from tidewheel_kernels.kv_cache.codes import head_bytes
 
 UNKNOWN_VOCABULARY = 1 << 19  # tokens, without a size in `config.json`
 _AFTER_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
@@ -181,9 +182,10 @@ def _check_host_memory(needs: MemoryNeeds) -> None:
 
 
 def _cache_of_a_request(plan: ModelPlan, layout: CacheLayout) -> str:
-    shape, token = layout.shape, layout.block_bytes
+    shape, token, itemsize = layout.shape, layout.block_bytes, layout.dtype.itemsize
+    elements = head_bytes(shape.head_dim, layout.dtype) // itemsize
     return (
-        f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {layout.dtype.itemsize} "
+        f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {elements} x {itemsize} "
         f"bytes = {token:,} bytes a token; {shown_bytes(token * plan.max_model_len)} for a request of "
         f"{plan.max_model_len:,} tokens"
     )

@@ -7,7 +7,7 @@ import torch
 from tidewheel.config import CacheDType, DType, EngineConfig, Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES
-from tidewheel_kernels import FP8, runs_triton
+from tidewheel_kernels import FP8, INT8, runs_triton
 from tidewheel_kernels.choice import ENVIRONMENT_VARIABLE as KERNELS_VARIABLE
 from tidewheel_kernels.native.library import processor
 
@@ -82,9 +82,16 @@ def resolve_dtype(wanted: DType, checkpoint: str | None, device: torch.device) -
 
 
 def resolve_cache_dtype(wanted: CacheDType, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of keys and values. Raise `ConfigError` if the GPU cannot convert 8-bit floats."""
+    """Return the dtype of keys and values. Raise `ConfigError` if the device has no kernels for it."""
     if wanted == "auto":
         return dtype
+    if wanted == "int8":
+        if device.type == "cuda" or runs_triton(device.type):
+            raise ConfigError(
+                f"kv_cache_dtype is int8, and {device_name(device)} runs kernels that read no such cache: set it to "
+                "fp8_e4m3 or auto"
+            )
+        return INT8
     _check_converts(f"kv_cache_dtype is {wanted}", "auto", device)
     return FP8
 

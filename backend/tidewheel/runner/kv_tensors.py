@@ -21,7 +21,8 @@ from tidewheel.models.causal_lm import CausalLM, ForwardInput, KVLayer, ModelSha
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.host_memory import SpareMemory
 from tidewheel.settings import MIB, shown_bytes
-from tidewheel_kernels import FP8, copy_blocks
+from tidewheel_kernels import FP8, INT8, copy_blocks
+from tidewheel_kernels.kv_cache.codes import codes_of, head_bytes
 
 LEAST_FULL_BYTES = 512 * MIB  # leaves room for cached prompts
 MOST_OF_A_GPU = 0.98  # highest recommended fraction
@@ -31,12 +32,12 @@ class CacheLayout(NamedTuple):
     shape: ModelShape
     block_size: int
     dtype: torch.dtype
-    scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, for 8 bits
+    scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, of 8-bit floats
 
     @property
     def block_bytes(self) -> int:
         tokens = 2 * self.shape.num_layers * self.block_size
-        return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+        return tokens * self.shape.num_kv_heads * head_bytes(self.shape.head_dim, self.dtype)
 
 
 class MemoryBudget(NamedTuple):
@@ -133,7 +134,9 @@ class KVTensors:
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
         shape = layout.shape
-        size = (shape.num_layers, 2, num_blocks, layout.block_size, shape.num_kv_heads, shape.head_dim)
+        of_block = (layout.block_size, shape.num_kv_heads, shape.head_dim)
+        stored = (layout.block_bytes // (2 * shape.num_layers),) if layout.dtype == INT8 else of_block
+        size = (shape.num_layers, 2, num_blocks, *stored)
         dtype = torch.uint8 if layout.dtype == FP8 else layout.dtype
         if device.type == "cpu":  # torch.zeros commits all memory at once: minutes for many GiB
             memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -141,7 +144,8 @@ class KVTensors:
         else:
             self._tensor = torch.zeros(size, dtype=dtype, device=device)
         scales = [None] * shape.num_layers if layout.scales is None else layout.scales
-        layers = zip(self._tensor.view(layout.dtype), scales, strict=True)
+        caches = codes_of(self._tensor, *of_block) if layout.dtype == INT8 else self._tensor.view(layout.dtype)
+        layers = zip(caches, scales, strict=True)
         self.layers = [KVLayer(layer[0], layer[1], of_heads) for layer, of_heads in layers]
 
     @property
@@ -154,7 +158,7 @@ class KVTensors:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """View by block [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], not contiguous."""
+        """View by block [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], or [..., bytes] of int8."""
         return self._tensor.flatten(0, 1).transpose(0, 1)
 
     def largest(self) -> torch.Tensor:

@@ -94,7 +94,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         is_native=plan.native is not None,
         device=device_name(device),
         dtype=str(plan.dtype).removeprefix("torch."),
-        kv_cache_dtype=str(FP8).removeprefix("torch.") if plan.cache_dtype == FP8 else "",
+        kv_cache_dtype=str(plan.cache_dtype).removeprefix("torch.") if plan.cache_dtype != plan.dtype else "",
         vocab_size=layout.shape.vocab_size,
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,

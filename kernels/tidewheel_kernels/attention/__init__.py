@@ -6,13 +6,14 @@ from tidewheel_kernels.attention.cpu import paged_attention_cpu
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.choice import Op
+from tidewheel_kernels.kv_cache.codes import INT8, check_codes, scales_at
 from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
-_decode_attention = NativeKernel("decode_attention", *[POINTER] * 6, *[LONG] * 11, FLOAT, FLOAT, THREADS)
-_prompt_attention = NativeKernel("prompt_attention", *[POINTER] * 7, *[LONG] * 13, FLOAT, FLOAT, THREADS)
+_decode_attention = NativeKernel("decode_attention", *[POINTER] * 6, *[LONG] * 12, FLOAT, FLOAT, THREADS)
+_prompt_attention = NativeKernel("prompt_attention", *[POINTER] * 7, *[LONG] * 14, FLOAT, FLOAT, THREADS)
 MAX_GROUP = 256  # MAX_ROWS of native/prompt_attention.c
 
 
@@ -60,12 +61,14 @@ def _check(
         raise ValueError(
             f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit"
         )
-    expected = q.dtype if scales is None else FP8
+    expected = FP8 if scales is not None else INT8 if k_cache.dtype == INT8 else q.dtype
     if expected != k_cache.dtype or expected != v_cache.dtype:
         raise TypeError(
             f"q is {q.dtype}, k_cache {k_cache.dtype} and v_cache {v_cache.dtype}; they must be of one dtype, "
-            f"or the caches {FP8} with scales"
+            f"or the caches {INT8}, or {FP8} with scales"
         )
+    check_codes(k_cache)
+    check_codes(v_cache)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads {num_q_heads} is not a multiple of num_kv_heads {num_kv_heads}")
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
@@ -95,20 +98,21 @@ def paged_attention_native(
         return
     _, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
+    places = block_size, scales_at(k_cache)
     strides = *q.stride()[:2], k_cache.stride(0), v_cache.stride(0), meta.block_tables.stride(0)
     heads = num_kv_heads, num_q_heads // num_kv_heads, head_dim
     num_seqs = meta.seq_lens.shape[0]
     if meta.num_decodes:
         _decode_attention[q.dtype](
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
-            meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, *heads, block_size, *strides, sliding_window,
+            meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, *heads, *places, *strides, sliding_window,
             scale, soft_cap, torch.get_num_threads(),
         )  # fmt: skip
     if meta.num_decodes < num_seqs:
         _prompt_attention[q.dtype](
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
             meta.cu_seqlens_q.data_ptr(), meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, num_seqs,
-            *heads, block_size, *strides, meta.max_seqlen_q, sliding_window, scale, soft_cap, torch.get_num_threads(),
+            *heads, *places, *strides, meta.max_seqlen_q, sliding_window, scale, soft_cap, torch.get_num_threads(),
         )  # fmt: skip
 
 

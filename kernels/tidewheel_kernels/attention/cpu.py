@@ -7,14 +7,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tidewheel_kernels.attention.cpu_plan import AttentionGroup, AttentionPlan, PlanKey, make_plan
 from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.attention.reference import paged_attention_reference
+from tidewheel_kernels.kv_cache.codes import INT8
 
 _plans: WeakKeyDictionary[AttentionMetadata, dict[PlanKey, AttentionPlan]] = WeakKeyDictionary()
 
 
 def paged_attention_cpu(
     q: torch.Tensor,
-    k_cache: torch.Tensor,  # contiguous
-    v_cache: torch.Tensor,  # contiguous
+    k_cache: torch.Tensor,  # contiguous, unless of codes
+    v_cache: torch.Tensor,  # like k_cache
     meta: AttentionMetadata,
     out: torch.Tensor,
     scale: float,
@@ -23,6 +25,9 @@ def paged_attention_cpu(
     scales: torch.Tensor | None,
 ) -> None:
     """Compute attention in torch, by groups of rows: gather keys and values, then attend densely."""
+    if k_cache.dtype == INT8:
+        paged_attention_reference(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
+        return
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if scales is not None:
         by_head = scales.to(q.dtype).repeat_interleave(q.shape[1] // num_kv_heads, dim=1).unsqueeze(-1)

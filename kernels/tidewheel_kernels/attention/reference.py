@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.kv_cache.codes import INT8, scales_behind
 from tidewheel_kernels.kv_cache.reference import scales_of
 
 
@@ -50,4 +51,6 @@ def _gathered(
     block_size = cache.shape[1]
     blocks = block_table[: -(-seq_len // block_size)].long()
     rows = cache[blocks].flatten(0, 1)[:seq_len].float()
+    if cache.dtype == INT8:
+        scales = scales_behind(cache)[blocks].flatten(0, 1)[:seq_len]
     return rows if scales is None else rows * scales.unsqueeze(-1)

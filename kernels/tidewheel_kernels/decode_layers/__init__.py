@@ -16,6 +16,7 @@ from tidewheel_kernels.choice import add_operation, preference_for
 from tidewheel_kernels.decode_layers import structures
 from tidewheel_kernels.grouped_linear import LaneWeights
 from tidewheel_kernels.grouped_linear.reference import INPUT_GROUP
+from tidewheel_kernels.kv_cache.codes import INT8, check_codes, scales_at
 from tidewheel_kernels.native.library import POINTER, NativeKernel, mixed_dtypes, native_library
 from tidewheel_kernels.packed_linear import FEW_ROWS, PackedWeights
 
@@ -142,14 +143,17 @@ class DecodeLayers:
                 f"{len(self._layers)} layers need caches of one layout with {list(self._head_places)} heads and "
                 f"elements, got {shapes}"
             )
+        expected = INT8 if pairs[0][0].dtype == INT8 else self.dtype
         for cache in (cache for pair in pairs for cache in pair):
-            if cache.dtype != self.dtype:
-                raise mixed_dtypes(self.dtype, cache)
+            if cache.dtype != expected:
+                raise mixed_dtypes(expected, cache)
+            check_codes(cache)
         addresses = [structures.CacheAddresses(keys.data_ptr(), values.data_ptr()) for keys, values in pairs]
         self._addresses = (structures.CacheAddresses * len(pairs))(*addresses)
         keys, values = pairs[0]
         step = self._step
         step.caches, step.block_size = ctypes.addressof(self._addresses), keys.shape[1]
+        step.scales_at = scales_at(keys)
         step.k_block_stride, step.v_block_stride = keys.stride(0), values.stride(0)
         self._caches = caches
 

@@ -42,6 +42,6 @@ class StepAddresses(ctypes.Structure):
     _fields_ = (
         *_pointers("model", "caches", "positions", "slots", "tables", "seq_lens", "x", "residual"),
         *_pointers("normed", "heads", "attended", "gate_up", "activated", "codes", "scales", "sums", "starts"),
-        *_longs("num_rows", "table_stride", "block_size", "k_block_stride", "v_block_stride"),
+        *_longs("num_rows", "table_stride", "block_size", "scales_at", "k_block_stride", "v_block_stride"),
         ("num_threads", ctypes.c_int32),
     )

@@ -2,6 +2,7 @@
 
 The last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``. An `FP8` cache has
 `scales` [2, num_kv_heads] float32, of keys and values, and holds values divided by their head's scale, within ±448.
+`codes` describes an int8 cache.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from tidewheel_kernels.choice import Op
+from tidewheel_kernels.kv_cache.codes import check_codes
 from tidewheel_kernels.kv_cache.cpu import write_kv_cache_cpu
 from tidewheel_kernels.kv_cache.reference import FP8, copy_blocks_reference, write_kv_cache_reference
 
@@ -35,6 +37,7 @@ def check_scales(k_cache: torch.Tensor, scales: torch.Tensor | None) -> None:
         raise TypeError(
             f"the cache is {k_cache.dtype} and its scales are {given}: {FP8} has scales, others have none"
         )
+    check_codes(k_cache)
 
 
 def copy_blocks(

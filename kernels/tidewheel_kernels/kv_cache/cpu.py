@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from tidewheel_kernels.kv_cache.codes import INT8
 from tidewheel_kernels.kv_cache.reference import scales_of, stored, write_kv_cache_reference
 
 
@@ -13,8 +14,8 @@ def write_kv_cache_cpu(
     v_cache: torch.Tensor,
     scales: torch.Tensor | None,
 ) -> None:
-    """Copy all tokens with one operation per cache, unless a slot is -1. A cache's blocks must be adjacent."""
-    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
+    """Copy all tokens with one operation per cache, whose blocks adjoin, unless a slot is -1 or the cache int8."""
+    if k_cache.dtype == INT8 or (slot_mapping.numel() and int(slot_mapping.min()) < 0):
         write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache, scales)
         return
     for cache, values, of_heads in zip((k_cache, v_cache), (k, v), scales_of(scales), strict=True):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from tidewheel_kernels.kv_cache.codes import INT8, rounded, scales_behind
+
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448; no infinity
 
@@ -19,7 +21,12 @@ def write_kv_cache_reference(
     block_size = k_cache.shape[1]
     index = (slots // block_size, slots % block_size)
     for cache, values, of_heads in zip((k_cache, v_cache), (k, v), scales_of(scales), strict=True):
-        cache.index_put_(index, stored(values[kept], cache.dtype, of_heads))
+        if cache.dtype == INT8:
+            codes, of_rows = rounded(values[kept])
+            cache.index_put_(index, codes)
+            scales_behind(cache).index_put_(index, of_rows)
+        else:
+            cache.index_put_(index, stored(values[kept], cache.dtype, of_heads))
 
 
 def scales_of(scales: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

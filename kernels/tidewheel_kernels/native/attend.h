@@ -2,18 +2,11 @@
    heads of its KV head. */
 #pragma once
 
-#include "paged.h"
+#include "attend_codes.h"
 
-/* Query heads of one KV head per tile; keys to prefetch, as the processor does not guess the stride of one head's keys,
-   into the second cache: fetching into the first held up other loads. */
-enum { MAX_HEADS = 8, KEYS_AHEAD = 16 };
-
-typedef struct {
-    Paged paged;
-    int64_t begin, end; /* positions of visible keys */
-    int64_t q_head_stride;
-    float scale, soft_cap;
-} Context;
+/* Keys to prefetch, as the processor does not guess the stride of one head's keys, into the second cache: fetching into
+   the first held up other loads. */
+enum { KEYS_AHEAD = 16 };
 
 INLINE void fetch(const element *row, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(element)) __builtin_prefetch(row + d, 0, 2);
@@ -26,7 +19,7 @@ INLINE float dot(const float *query, const element *key, int64_t head_dim) {
     return sum;
 }
 
-INLINE void attend(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+INLINE void attend(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim, Room *room) {
     float query[MAX_HEADS][MAX_HEAD_DIM], sum[MAX_HEADS][MAX_HEAD_DIM], weights[MAX_HEADS][KEYS];
     float top[MAX_HEADS], total[MAX_HEADS];
     const element *keys[KEYS], *values[KEYS];
@@ -40,7 +33,7 @@ INLINE void attend(const Context *c, const element *q, element *out, int64_t num
     }
     for (int64_t first = c->begin; first < c->end; first += KEYS) {
         int64_t count = c->end - first < KEYS ? c->end - first : KEYS;
-        find_tile(&c->paged, first, count, keys, values);
+        find_tile(&c->paged, first, count, head_dim, room, keys, values);
         for (int64_t t = 0; t < count; t++) {
             fetch(keys[t + KEYS_AHEAD < count ? t + KEYS_AHEAD : t], head_dim);
             fetch(values[t], head_dim);
@@ -63,17 +56,39 @@ INLINE void attend(const Context *c, const element *q, element *out, int64_t num
     }
 }
 
-/* Constant head counts and dimensions of today's models, so that inner loops unroll. */
-#define CASE(heads, dim)                           \
-    if (num_heads == (heads) && head_dim == (dim)) \
-        return attend(c, q, out, heads, dim)
+INLINE void attend_elements(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+    attend(c, q, out, num_heads, head_dim, NULL);
+}
 
-static void attend_any(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
-    CASE(1, 64);
-    CASE(2, 64);
-    CASE(3, 64);
-    CASE(4, 64);
-    CASE(2, 128);
-    CASE(4, 128);
-    attend(c, q, out, num_heads, head_dim);
+/* Not inlined: its frame is large. */
+static __attribute__((noinline)) void attend_expanded(
+    const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+    Room room;
+    attend(c, q, out, num_heads, head_dim, &room);
+}
+
+/* Constant head counts and dimensions of today's models, so that inner loops unroll. */
+#define CASE(function, heads, dim)                 \
+    if (num_heads == (heads) && head_dim == (dim)) \
+        return function(c, q, out, heads, dim)
+#define CASES(function)    \
+    CASE(function, 1, 64);  \
+    CASE(function, 2, 64);  \
+    CASE(function, 3, 64);  \
+    CASE(function, 4, 64);  \
+    CASE(function, 2, 128); \
+    CASE(function, 4, 128); \
+    function(c, q, out, num_heads, head_dim)
+
+void attend_any(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+    if (!c->paged.scales_at) {
+        CASES(attend_elements);
+    }
+#if defined USES_CODES
+    else if (head_dim % CODES == 0 && c->soft_cap == 0.0f) {
+        CASES(attend_codes);
+    }
+#endif
+    else
+        attend_expanded(c, q, out, num_heads, head_dim);
 }

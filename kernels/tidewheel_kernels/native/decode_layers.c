@@ -2,8 +2,8 @@
    take less time than a call. */
 #include <stddef.h>
 
-#include "attend.h"
 #include "blocked_products.h"
+#include "context.h"
 #include "grouped_products.h"
 #include "rows.h"
 #include "team.h"
@@ -24,7 +24,7 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    element *keys, *values; /* [num_blocks, block_size, num_kv_heads, head_dim] */
+    void *keys, *values; /* [num_blocks, block_size, num_kv_heads, head_dim], of elements or codes */
 } Cache;
 
 typedef struct {
@@ -47,7 +47,7 @@ typedef struct {
     int8_t *codes; /* as in `Rows` */
     float *scales, *sums;
     int32_t *starts;
-    int64_t num_rows, table_stride, block_size, k_block_stride, v_block_stride;
+    int64_t num_rows, table_stride, block_size, scales_at, k_block_stride, v_block_stride;
     int32_t num_threads;
 } Step;
 
@@ -111,13 +111,13 @@ static void attend_kv_head(const Step *s, int64_t layer, int64_t piece) {
     for (int64_t h = 0; h < group; h++) rotate(q + h * dim, l->q_norm, cos, sin, dim, m->half, m->eps);
     rotate(key, l->k_norm, cos, sin, dim, m->half, m->eps);
     if (slot >= 0) {
-        int64_t block = slot / s->block_size, offset = (slot % s->block_size * m->num_kv_heads + kv_head) * dim;
-        memcpy(cache.keys + block * s->k_block_stride + offset, key, dim * sizeof(element));
-        memcpy(cache.values + block * s->v_block_stride + offset, value, dim * sizeof(element));
+        Blocks blocks = {s->block_size, m->num_kv_heads, dim, s->scales_at};
+        store_head(cache.keys, blocks, s->k_block_stride, slot, kv_head, key);
+        store_head(cache.values, blocks, s->v_block_stride, slot, kv_head, value);
     }
-    Paged paged = {cache.keys, cache.values, NULL, s->k_block_stride, s->v_block_stride, m->num_kv_heads * dim, s->block_size};
+    Paged paged = {cache.keys, cache.values, NULL, s->k_block_stride, s->v_block_stride, m->num_kv_heads * dim, s->block_size, s->scales_at};
     Context context = {
-        .paged = paged_of(paged, s->tables + row * s->table_stride, kv_head * dim),
+        .paged = paged_of(paged, s->tables + row * s->table_stride, kv_head, dim),
         .begin = l->sliding_window > 0 && end > l->sliding_window ? end - l->sliding_window : 0,
         .end = end,
         .q_head_stride = dim,

@@ -10,8 +10,9 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #define LOWEST -1e30f /* below every logit, but finite: differences are not NaN */
+#define LEAST 0x1p-100f /* magnitude whose reciprocal is finite */
 
-enum { MAX_HEAD_DIM = 256 };
+enum { MAX_HEAD_DIM = 256, LARGEST = 127 /* of codes of 8 bits */ };
 
 INLINE float from_bits(uint32_t bits) {
     float value;
@@ -44,6 +45,24 @@ INLINE element round_to_element(float x) { return x; }
 #else
 #error "choose ELEMENT_FLOAT32 or ELEMENT_BFLOAT16"
 #endif
+
+/* Return the largest magnitude of a row; NaN unless all are finite. */
+INLINE float largest_of(const element *row, int64_t width) {
+    uint32_t most = 0; /* bits order magnitudes, and those of what is not finite come last */
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < width; i++) {
+        uint32_t bits = to_bits(load(row[i])) & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most < 0x7f800000 ? from_bits(most) : NAN;
+}
+
+/* Round to an integer of magnitude up to `most`; NaN becomes one too. */
+INLINE int32_t round_within(float x, int32_t most) {
+    x = rintf(x);
+    x = x > -most ? x : -most;
+    return x < most ? x : most;
+}
 
 /* e^x to about 2 units in the last place, without a call, so that loops are vectorised: a power of two times the
    polynomial of Cephes' expf. x is clamped to [-87, 88]. */

@@ -5,10 +5,8 @@
 #include "lanes.h"
 
 /* OUTPUTS outputs lie side by side, in the 32-bit lanes of two vectors; a lane holds PER_LANE bytes of inputs. */
-enum { GROUP = 32, OUTPUTS = 32, PER_LANE = 4, STEPS = GROUP / PER_LANE, LARGEST = 127 };
+enum { GROUP = 32, OUTPUTS = 32, PER_LANE = 4, STEPS = GROUP / PER_LANE };
 enum { STEP_BYTES = OUTPUTS * PER_LANE };
-
-#define LEAST 0x1p-100f /* magnitude whose reciprocal is finite */
 
 typedef uint16_t halves_t __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint8_t bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1)));
@@ -181,15 +179,8 @@ INLINE void part_pairs(int8_t *codes) {
 
 INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
     int8_t *codes = x.codes + at * GROUP;
-    uint32_t most_bits = 0; /* of magnitudes; those of infinity and NaN are the largest */
-#pragma omp simd reduction(max : most_bits)
-    for (int i = 0; i < GROUP; i++) {
-        uint32_t bits = to_bits(load(from[i])) & 0x7fffffff;
-        most_bits = bits > most_bits ? bits : most_bits;
-    }
-    int is_finite = most_bits < 0x7f800000;
-    float most = is_finite ? from_bits(most_bits) : 0.0f, factor = LARGEST / (most > LEAST ? most : LEAST);
-    int32_t sum = 0;
+    float most = largest_of(from, GROUP), factor = LARGEST / (most > LEAST ? most : LEAST);
+    int32_t sum = 0, is_finite = most == most;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < GROUP; i++) {
         int32_t code = is_finite ? (int32_t)rintf(load(from[i]) * factor) : 0;
@@ -197,7 +188,7 @@ INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
         sum += code;
     }
     if (w.bits == 4) part_pairs(codes);
-    x.scales[at] = is_finite ? most / LARGEST : NAN;
+    x.scales[at] = most / LARGEST;
     x.sums[at] = x.scales[at] * (float)sum;
     x.starts[at] = w.minimums ? 0 : -sum * (1 << (w.bits - 1));
 }

@@ -24,6 +24,7 @@ typedef struct {
     float logits[ROWS * KEYS] __attribute__((aligned(64)));
     operand weights[ROWS * KEYS] __attribute__((aligned(64)));
     float top[MAX_ROWS], total[MAX_ROWS];
+    Room room;
 } Scratch;
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -39,7 +40,7 @@ INLINE int64_t first_key(const Job *job, int64_t row) {
 static void pack(const Job *job, Scratch *s, int64_t first, int64_t count) {
     static const element zeros[MAX_HEAD_DIM];
     const element *keys[KEYS], *values[KEYS];
-    find_tile(&job->paged, first, count, keys, values);
+    find_tile(&job->paged, first, count, job->head_dim, job->paged.scales_at ? &s->room : NULL, keys, values);
     for (int64_t t = count; t < KEYS; t++) keys[t] = values[t] = zeros;
     for (int64_t i = 0; i < job->head_dim / PER_LANE; i++)
         for (int64_t t = 0; t < KEYS; t++) s->keys[i * KEYS + t] = to_lane(keys[t] + i * PER_LANE);
@@ -52,35 +53,20 @@ static void pack(const Job *job, Scratch *s, int64_t first, int64_t count) {
 }
 
 #if defined USES_TILES
-/* 2^x for x <= 0 to about 3e-6, far below the rounding of the weights: the Taylor series of 2^f for |f| <= 1/2, and the
-   exponent. */
-INLINE __m512 exp2_of(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_min_ps(_mm512_setzero_ps(), x));
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, whole);
-    __m512 p = _mm512_set1_ps(1.3333558e-3f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6181291e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5504109e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, whole);
-}
-
 /* Do what `weigh` does with KEYS logits, times `scale`; write the weights as operands. */
 INLINE float weigh_operands(const float *logits, float scale, float *top, float *total, operand *weights) {
-    const float log2_e = 1.44269504f;
     __m512 x[4], sum = _mm512_setzero_ps();
     for (int i = 0; i < 4; i++) x[i] = _mm512_load_ps(logits + 16 * i);
     float highest = scale * _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
     highest = highest > *top ? highest : *top;
-    __m512 factor = _mm512_set1_ps(scale * log2_e), less = _mm512_set1_ps(-highest * log2_e);
+    __m512 factor = _mm512_set1_ps(scale * LOG2_E), less = _mm512_set1_ps(-highest * LOG2_E);
     for (int i = 0; i < 4; i++) {
         x[i] = exp2_of(_mm512_fmadd_ps(x[i], factor, less));
         sum = _mm512_add_ps(sum, x[i]);
     }
     for (int i = 0; i < 4; i += 2)
         _mm512_storeu_si512(weights + 16 * i, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
-    float fade = _mm512_cvtss_f32(exp2_of(_mm512_set1_ps((*top - highest) * log2_e)));
+    float fade = _mm512_cvtss_f32(exp2_of(_mm512_set1_ps((*top - highest) * LOG2_E)));
     *total = *total * fade + _mm512_reduce_add_ps(sum);
     *top = highest;
     return fade;
@@ -145,21 +131,21 @@ INLINE void write_rows(const Job *job, const Scratch *s, element *out, int64_t n
 
 API void prompt_attention(
     const element *q,       /* [num_tokens, num_kv_heads * group, head_dim] */
-    const element *k_cache, /* [num_blocks, block_size, num_kv_heads, head_dim] */
-    const element *v_cache,
+    const void *k_cache,    /* [num_blocks, block_size, num_kv_heads, head_dim]; of elements or codes */
+    const void *v_cache,
     const int32_t *block_tables, /* [num_seqs, table_stride] */
     const int32_t *cu_seqlens_q, /* [num_seqs + 1] */
     const int32_t *seq_lens,     /* [num_seqs]; 0: the rows become zero */
     element *out,                /* [num_tokens, num_kv_heads * group, head_dim] */
     int64_t first_seq,           /* earlier ones are left alone */
-    int64_t num_seqs, int64_t num_kv_heads, int64_t group, int64_t head_dim, int64_t block_size, int64_t q_stride,
-    int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride, int64_t table_stride,
+    int64_t num_seqs, int64_t num_kv_heads, int64_t group, int64_t head_dim, int64_t block_size, int64_t scales_at,
+    int64_t q_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride, int64_t table_stride,
     int64_t max_query_len,
     int64_t sliding_window, /* 0: every earlier key is seen */
     float scale,
     float soft_cap, /* 0: none */
     int32_t num_threads) {
-    Paged cache = {k_cache, v_cache, NULL, k_block_stride, v_block_stride, num_kv_heads * head_dim, block_size};
+    Paged cache = {k_cache, v_cache, NULL, k_block_stride, v_block_stride, num_kv_heads * head_dim, block_size, scales_at};
     int64_t queries_per_job = max(MAX_ROWS / group, 1);
     int64_t num_parts = (max_query_len + queries_per_job - 1) / queries_per_job;
     int64_t num_jobs = (num_seqs - first_seq) * num_parts * num_kv_heads;
@@ -178,7 +164,7 @@ API void prompt_attention(
             int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq], begin = part * queries_per_job;
             if (begin >= query_len) continue;
             Job job = {
-                .paged = paged_of(cache, block_tables + seq * table_stride, kv_head * head_dim),
+                .paged = paged_of(cache, block_tables + seq * table_stride, kv_head, head_dim),
                 .head_dim = head_dim,
                 .width = padded(head_dim),
                 .group = group,

@@ -37,27 +37,26 @@ API void rope_and_cache(
     const float *cos_sin,        /* [max_position, 2 * half]: cosines, then sines */
     const int64_t *positions,    /* [num_tokens] */
     const int64_t *slot_mapping, /* [num_tokens]; below 0: not cached */
-    element *k_cache,            /* [num_blocks, block_size, num_kv_heads, head_dim] */
-    element *v_cache,
+    void *k_cache,               /* [num_blocks, block_size, num_kv_heads, head_dim]; of elements or codes */
+    void *v_cache,
     const element *q_weight, /* [head_dim]; or NULL */
     const element *k_weight, int64_t num_tokens, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim,
     int64_t half, int64_t q_stride, int64_t q_head_stride, int64_t k_stride, int64_t k_head_stride, int64_t v_stride,
-    int64_t v_head_stride, int64_t block_size, int64_t k_block_stride, int64_t v_block_stride, float eps,
-    int32_t num_threads) {
-    size_t head_bytes = head_dim * sizeof(element);
+    int64_t v_head_stride, int64_t block_size, int64_t scales_at, int64_t k_block_stride, int64_t v_block_stride,
+    float eps, int32_t num_threads) {
+    Blocks blocks = {block_size, num_kv_heads, head_dim, scales_at};
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens >= MIN_ROWS_TO_SHARE)
     for (int64_t token = 0; token < num_tokens; token++) {
         const float *cos = cos_sin + positions[token] * 2 * half, *sin = cos + half;
         for (int64_t h = 0; h < num_q_heads; h++)
             rotate(q + token * q_stride + h * q_head_stride, q_weight, cos, sin, head_dim, half, eps);
         int64_t slot = slot_mapping[token];
-        int64_t block = slot / block_size, offset = slot % block_size * num_kv_heads * head_dim;
-        for (int64_t h = 0; h < num_kv_heads; h++, offset += head_dim) {
+        for (int64_t h = 0; h < num_kv_heads; h++) {
             element *key = k + token * k_stride + h * k_head_stride;
             rotate(key, k_weight, cos, sin, head_dim, half, eps);
             if (slot < 0) continue;
-            memcpy(k_cache + block * k_block_stride + offset, key, head_bytes);
-            memcpy(v_cache + block * v_block_stride + offset, v + token * v_stride + h * v_head_stride, head_bytes);
+            store_head(k_cache, blocks, k_block_stride, slot, h, key);
+            store_head(v_cache, blocks, v_block_stride, slot, h, v + token * v_stride + h * v_head_stride);
         }
     }
 }

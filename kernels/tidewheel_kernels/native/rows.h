@@ -30,6 +30,32 @@ INLINE void activate(const element *gate, const element *up, element *out, int64
     }
 }
 
+/* The blocks of one layer's keys or values. */
+typedef struct {
+    int64_t block_size, num_kv_heads, head_dim;
+    int64_t scales_at; /* bytes from a block to its scales [num_kv_heads, block_size]; 0: the cache has elements */
+} Blocks;
+
+/* Round a key or value to codes of 8 bits, and return their scale. */
+INLINE float round_head(const element *row, int8_t *codes, int64_t head_dim) {
+    float scale = largest_of(row, head_dim) / LARGEST, inverse = scale > LEAST ? 1.0f / scale : 0.0f;
+#pragma omp simd
+    for (int64_t d = 0; d < head_dim; d++) codes[d] = round_within(load(row[d]) * inverse, LARGEST);
+    return scale;
+}
+
+/* Store a key or value in a slot. */
+INLINE void store_head(void *cache, Blocks b, int64_t block_stride, int64_t slot, int64_t kv_head, const element *row) {
+    int64_t block = slot / b.block_size * block_stride, offset = slot % b.block_size;
+    int64_t at = block + (offset * b.num_kv_heads + kv_head) * b.head_dim;
+    if (b.scales_at) {
+        float *scales = (float *)((char *)cache + block + b.scales_at);
+        scales[kv_head * b.block_size + offset] = round_head(row, (int8_t *)cache + at, b.head_dim);
+    } else {
+        memcpy((element *)cache + at, row, b.head_dim * sizeof(element));
+    }
+}
+
 /* Normalise (given a weight) and rotate one head in place. */
 INLINE void rotate(
     element *head, const element *weight, const float *cos, const float *sin, int64_t head_dim, int64_t half,

@@ -4,12 +4,12 @@ import torch
 
 from tidewheel_kernels.choice import Op
 from tidewheel_kernels.kv_cache import check_scales
-from tidewheel_kernels.kv_cache.reference import FP8
+from tidewheel_kernels.kv_cache.codes import scales_at
 from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel, mixed_dtypes
 from tidewheel_kernels.rope.cpu import rope_and_cache_cpu
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
 
-_rope_and_cache = NativeKernel("rope_and_cache", *[POINTER] * 10, *[LONG] * 14, FLOAT, THREADS)
+_rope_and_cache = NativeKernel("rope_and_cache", *[POINTER] * 10, *[LONG] * 15, FLOAT, THREADS)
 
 
 def rope_and_cache(
@@ -38,7 +38,7 @@ def rope_and_cache(
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > q.shape[-1]:
         raise ValueError(f"rotary_dim must be even and at most head_dim {q.shape[-1]}, got {rotary_dim}")
-    if scales is not None or k_cache.dtype == FP8:
+    if scales is not None or k_cache.dtype != q.dtype:
         check_scales(k_cache, scales)
     rope_and_cache = _OP.chosen[q.device, q.dtype]
     weights = (q_norm_weight, k_norm_weight)
@@ -74,8 +74,8 @@ def rope_and_cache_native(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_sin_cache.data_ptr(), positions.data_ptr(),
         slot_mapping.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *norms,
         num_tokens, num_q_heads, k.shape[1], head_dim, cos_sin_cache.shape[-1] // 2,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_cache.shape[1], k_cache.stride(0), v_cache.stride(0),
-        eps, torch.get_num_threads(),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_cache.shape[1], scales_at(k_cache), k_cache.stride(0),
+        v_cache.stride(0), eps, torch.get_num_threads(),
     )  # fmt: skip
 
 

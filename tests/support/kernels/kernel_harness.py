@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels.kv_cache.codes import INT8, codes_of, head_bytes, rounded, scales_behind
 from tidewheel_kernels.kv_cache.reference import FP8, stored
 
 NAN = float("nan")
@@ -92,6 +93,17 @@ def quantised(batch: PagedBatch) -> tuple[PagedBatch, torch.Tensor]:
     scales = drawn_scales(batch.k_cache.shape[2], str(batch.q.device))
     k_cache, v_cache = (stored(cache, FP8, s) for cache, s in zip(batch[1:3], scales, strict=True))
     return batch._replace(k_cache=k_cache, v_cache=v_cache), scales
+
+
+def rounded_cache(cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache of codes with the keys or values of a cache of floats."""
+    codes, scales = rounded(cache)
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    size = num_blocks, block_size * num_kv_heads * head_bytes(head_dim, INT8)
+    made = codes_of(torch.empty(size, dtype=INT8), block_size, num_kv_heads, head_dim)
+    made.copy_(codes)
+    scales_behind(made).copy_(scales)
+    return made
 
 
 def _leading_ones(query_lens: Sequence[int]) -> int:

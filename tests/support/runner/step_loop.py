@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from tidewheel.batch import Int32Array
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -24,6 +26,9 @@ def request(
 
 def poison(runner: ModelRunner) -> None:
     """Put NaN in every slot of the cache, so that a read of an unwritten slot shows in the tokens."""
+    if runner.kv.blocks.dtype == torch.int8:
+        runner.kv.blocks.fill_(-1)  # scales become NaN
+        return
     for keys, values, _ in runner.kv.layers:
         keys.fill_(float("nan"))
         values.fill_(float("nan"))

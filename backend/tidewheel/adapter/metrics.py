@@ -41,10 +41,7 @@ _LABEL_VALUES: Mapping[str, Sequence[str]] = {
 
 
 class NumberSeries:
-    """Gauge or counter, with a series per label value ("": no label).
-
-    A total that shrinks, of a new process, counts from 0.
-    """
+    """Gauge or counter, with a series per label value ("": no label). A total that shrinks counts from 0."""
 
     def __init__(self, metric: Metric, labels: Labels, values: Iterable[str] = ()) -> None:
         self._is_gauge = metric.kind == "gauge"

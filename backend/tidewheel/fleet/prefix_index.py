@@ -53,10 +53,7 @@ class PrefixIndex:
         return tuple(found)
 
     def depths(self, chunks: Sequence[int], num_slots: int) -> CachedDepths | None:
-        """Return how many leading chunks each replica has cached, or None if all are 0.
-
-        Numbers other than the `_MAX_STAIRS` largest count as 0.
-        """
+        """Return each replica's number of leading cached chunks, of the `_MAX_STAIRS` largest; None if all are 0."""
         stairs = self._stairs(chunks)[-_MAX_STAIRS:]
         if not stairs:
             return None

@@ -38,10 +38,7 @@ class _RenamedTokenizer(NamedTuple):
 
 
 def _longest_of(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of different `texts`.
-
-    Alternatives begin with different characters: a search tries few.
-    """
+    """Return a pattern of the longest of different `texts`. Alternatives begin differently: a search tries few."""
     alternatives = []
     # In reverse, so that an empty rest comes last.
     for _, group in itertools.groupby(sorted(texts, reverse=True), key=lambda text: text[:1]):

@@ -51,10 +51,7 @@ class Ending(NamedTuple):
 
 
 class LiveRequest:
-    """Request in a front end, with the state that its threads share.
-
-    A sender's *turn*, one at a time, sends all new output as one response.
-    """
+    """Request that a front end's threads share. A sender's *turn*, one at a time, sends all new output at once."""
 
     def __init__(
         self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int, urgency: RequestOptions

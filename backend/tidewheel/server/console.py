@@ -46,7 +46,7 @@ class Console:
         self._write(f"tidewheel: {text}", sys.stderr)
 
     def server_line(self, line: LogLine, state: State) -> None:
-        """Show a problem in Triton's log, or every line if verbose. Errors of a load are shown at its end."""
+        """Show a problem in Triton's log, or if verbose every line. A load shows its errors at its end."""
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
         elif line.is_problem and line.level in _SHOWN.get(state, ""):

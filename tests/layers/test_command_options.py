@@ -54,6 +54,10 @@ def reached(name: str, function: str) -> Iterator[Function]:
         elsewhere = imported(module(here[0]))
         names = {node.id for node in ast.walk(found) if isinstance(node, ast.Name)}
         waiting += [(elsewhere.get(name, here[0]), name) for name in names]
+        parts = [
+            node for node in ast.walk(found) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        ]
+        waiting += [(part.value.id, part.attr) for part in parts if (FOLDER / f"{part.value.id}.py").is_file()]
 
 
 def read_by(command: str) -> set[str]:

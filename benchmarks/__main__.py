@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = ("engine", "path", "quantized", "routing", "cluster", "modelled", "common")
+FOLDERS = ("engine", "path", "one_shot", "quantized", "routing", "cluster", "modelled", "common")
 
 
 def programs() -> dict[str, Path]:

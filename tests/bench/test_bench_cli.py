@@ -87,6 +87,8 @@ def test_the_same_seed_sends_the_same_requests(triton: BenchTriton, tmp_path: Pa
         (["--workload=trace:{folder}/bad.csv"], "bad.csv, line 3: GeneratedTokens is 'x'"),
         (["--load=trace"], "go together"),
         (["--workload=nothing"], "choose one of fixed"),
+        (["--workload=mix"], "needs --one-shot image=FILE and --one-shot speech=FILE"),
+        (["--one-shot=image={folder}/none.onnx"], "none.onnx': write NAME=MODEL"),
         (["--suite=compare", "--load=closed:1"], "finds its loads by itself"),
         (["--suite=compare", "--target=static"], "needs a baseline"),
         (["--model={folder}"], "no folder with a config.json, and continuous needs one"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,14 @@ def test_classes_are_summarised_apart() -> None:
     assert classes["low"]["requests"] == 2
     assert classes["low"]["completed"] == 1
     assert "classes" not in summarise_run([outcome()], SLO)
+
+
+def test_requests_of_one_shot_models_are_summarised_apart() -> None:
+    image = outcome(priority=1, tokens=1, streamed=False)
+    image.offered = replace(image.offered, entry="image")
+    classes = summarise_run([outcome(priority=1, tpot=0.02), image, image], SLO, offered_s=4.0)["classes"]
+    assert {name: one["goodput_per_s"] for name, one in classes.items()} == {"critical": 0.25, "critical image": 0.5}
+    assert classes["critical"]["itl_s"]["p99"] == pytest.approx(0.02)
 
 
 def test_goodput_of_conversations_counts_up_to_the_last_turn() -> None:

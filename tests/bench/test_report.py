@@ -169,9 +169,9 @@ def test_classes_have_rows_of_their_own(tmp_path: Path) -> None:
         return [outcome(priority=4, ttft=2.0), outcome(priority=1), outcome(code="TW-BUSY", priority=4)]
 
     result = measured(stage(["continuous"], repeats=1, loads=[LoadPattern("closed", 2)]), two_classes)
-    assert [row[2:6] for row in class_table(result).rows] == [
-        ["critical", "1", "100", "100"],
-        ["low", "2", "0.00", "2,000"],
+    assert [row[2:7] for row in class_table(result).rows] == [
+        ["critical", "1", "100", "0.48", "100"],
+        ["low", "2", "0.00", "0.00", "2,000"],
     ]
     assert class_table(measured(stage(), some)).rows == []
     assert "critical" in Page(render(recorder(tmp_path, result), {})).cells

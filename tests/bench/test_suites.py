@@ -168,6 +168,20 @@ def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
     )
 
 
+def test_the_mix_runs_below_and_above_saturation_and_its_critical_streams_alone(tmp_path: Path) -> None:
+    experiment, one = Measured(), recorder(tmp_path)
+    BenchSuite(experiment, one, stage(("continuous", "baseline_dynamic"), loads=[])).mix()  # type: ignore[arg-type]
+    saturation = one.extra["saturation_per_s"]
+    _, mixed, alone = experiment.stages
+    assert [load.value for load in mixed.loads] == pytest.approx([0.6 * saturation, 1.5 * saturation], rel=0.01)
+    assert [load.value for load in alone.loads] == pytest.approx([load.value / 5 for load in mixed.loads], rel=0.01)
+    assert {turn.parameters["priority"] for (turn,) in itertools.islice(alone.workload.conversations(0), 20)} == {1}
+    assert set(one.extra["mix"]) == {"60%", "150%"} and set(one.extra["mix"]["60%"]) == {
+        "continuous",
+        "baseline_dynamic",
+    }
+
+
 def test_efficiency_is_measured_on_lengths_of_the_same_mean(tmp_path: Path) -> None:
     experiment = Measured()
     one = recorder(tmp_path)

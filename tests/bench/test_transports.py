@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+from tritonclient.grpc import model_config_pb2
 
 from support.bench.servers import BenchTriton, Scripted, bench_triton, ids, scripted_http, shapes
 from support.triton.grpc_triton import Answer, Asked, Refused, response
@@ -16,6 +18,8 @@ from tidewheel.bench import BenchError
 from tidewheel.bench.driver import BenchTransport, LoadDriver, RunLimits, RunProgress
 from tidewheel.bench.outcome import OfferedRequest, RequestOutcome
 from tidewheel.bench.targets import parse_target
+from tidewheel.bench.transports.tensors import OneShotModel, tensor_request
+from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 
 OFFERED = OfferedRequest(0.0, [10, 11, 12], 5, {"priority": 1})
 
@@ -33,18 +37,22 @@ def http() -> Iterator[Scripted]:
 
 
 def send(target: str, *, with_ids: bool = False) -> RequestOutcome:
+    return send_by(parse_target(target).transport(with_ids=with_ids))
+
+
+def send_by(transport: BenchTransport, offered: OfferedRequest = OFFERED) -> RequestOutcome:
     """One request, as the driver sends it."""
 
-    async def run(transport: BenchTransport) -> RequestOutcome:
+    async def run() -> RequestOutcome:
         progress = RunProgress()
         await transport.open()
         try:
-            await LoadDriver(transport, RunLimits(60.0), progress).open_loop([(OFFERED,)])
+            await LoadDriver(transport, RunLimits(60.0), progress).open_loop([(offered,)])
         finally:
             await transport.close()
         return progress.outcomes[0]
 
-    return asyncio.run(run(parse_target(target).transport(with_ids=with_ids)))
+    return asyncio.run(run())
 
 
 def test_a_stream_of_ours(triton: BenchTriton) -> None:
@@ -58,6 +66,28 @@ def test_a_stream_of_ours(triton: BenchTriton) -> None:
     assert asked.sampling == {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "priority": 1}
     assert asked.inputs["stream"] is True
     assert asked.inputs["return_token_ids"] is True
+
+
+def test_a_request_of_a_one_shot_model_beside_it(triton: BenchTriton) -> None:
+    pixels = np.float32([[0.5, 0.25]])
+    beside = {"image": OneShotModel("classifier", {"pixels": pixels})}
+    transport = TritonGrpcTransport(f"127.0.0.1:{triton.port}", "demo", beside=beside)
+    outcome = send_by(transport, OfferedRequest(0.0, [4], 1, {"priority": 4}, entry="image"))
+    assert outcome.is_complete and not outcome.streamed
+    (asked,) = triton.asked
+    assert asked.message.model_name == "classifier"
+    assert asked.message.parameters["qos_class"].int64_param == 4
+    assert shapes(asked) == {"pixels": [1, 2]} and asked.message.raw_input_contents[0] == pixels.tobytes()
+
+
+def test_tensors_that_are_not_given_are_random_numbers() -> None:
+    config = model_config_pb2.ModelConfig(max_batch_size=8)
+    config.input.add(name="x", data_type=model_config_pb2.TYPE_FP16, dims=[3, -1])
+    request = tensor_request(OneShotModel("m", {}), config)
+    assert list(request.inputs[0].shape) == [1, 3, 1] and len(request.raw_input_contents[0]) == 6
+    config.input.add(name="words", data_type=model_config_pb2.TYPE_STRING, dims=[1])
+    with pytest.raises(BenchError, match="words"):
+        tensor_request(OneShotModel("m", {}), config)
 
 
 def test_ids_are_asked_for_only_when_needed(triton: BenchTriton) -> None:

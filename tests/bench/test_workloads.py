@@ -52,6 +52,12 @@ def test_ids_lie_in_the_vocabulary_and_requests_in_the_context(name: str) -> Non
         assert total <= 300
 
 
+def test_the_mix_has_text_images_and_speech() -> None:
+    turns = first_turns(workload("mix"), 20_000)
+    shares = {entry: count / len(turns) for entry, count in Counter(turn.entry for turn in turns).items()}
+    assert shares == pytest.approx({"": 0.7, "image": 0.2, "speech": 0.1}, abs=0.02)
+
+
 def test_sharegpt_lengths_have_the_published_means_and_a_heavy_tail() -> None:
     turns = first_turns(workload("sharegpt"), 20_000)
     inputs = sorted(len(turn.input_ids) for turn in turns)

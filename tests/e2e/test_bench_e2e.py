@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.onnx_file import image_classifier, speech_detector
 from support.triton.serving import REPOSITORY, WEIGHTS, Server
 from tidewheel.cli.main import main
 
@@ -60,3 +61,17 @@ def test_a_server_that_is_there_over_every_transport(server: Server, tmp_path: P
         assert run["summary"]["output_tokens"] == 72
     prompts = sorted(sample[5] for sample in found["stages"][0]["runs"][0]["samples"])
     assert prompts == sorted([8, 22, 36, 50] * 3)  # all that was said comes again
+
+
+def test_a_mix_beside_plain_instances(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    models = {"image": image_classifier(size=32), "speech": speech_detector()}
+    for name, content in models.items():
+        (tmp_path / f"{name}.onnx").write_bytes(content)
+    given = [f"--one-shot={name}={tmp_path / name}.onnx,num_threads=1" for name in models]
+    targets = ["--target=continuous", "--target=plain=baseline_dynamic", f"--baselines={REPOSITORY}"]
+    load = ["--workload=mix", "--load=closed:4", "--requests=24", "--input=constant:8", "--output=constant:4"]
+    found = bench(tmp_path / "out", *targets, *given, *load)
+    for run in found["stages"][0]["runs"]:
+        assert run["summary"]["errors"] == {}, run["target"]
+        assert {"critical", "normal", "low image"} <= run["summary"]["classes"].keys()

@@ -226,3 +226,19 @@ def test_the_search_refuses_what_it_decides(
 ) -> None:
     assert main(["simulate", "--find-replicas", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_requests_of_a_one_shot_model_share_steps_of_their_bucket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "items.jsonl"
+    shapes = [{"bucket": name, "prompt_tokens": items} for name, items in (("wide", 3), ("wide", 2), ("tall", 1))] * 4
+    path.write_text("\n".join(json.dumps({"arrival": 0, "output_tokens": 9, **shape}) for shape in shapes))
+    settings = ("--set", "adapter=onnxruntime", "--set", "max_num_batched_tokens=5")
+    (record := tmp_path / "record").mkdir()
+    assert main(["simulate", "--trace", str(path), *settings, "--json", "-", "--record", str(record)]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["finished"] == 12
+    assert result["replicas"]["steps"] == 6  # 3 wide items, then 2 + 3 three times, 2, and 4 tall ones
+    (recording,) = record.iterdir()
+    assert main(["simulate", "--replay", str(recording)]) == 0

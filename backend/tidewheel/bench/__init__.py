@@ -28,6 +28,14 @@ SUITES: dict[str, SuiteDefaults] = {
         ("static", "continuous", "hybrid"),
         "sharegpt:0.25",
     ),
+    "mix": SuiteDefaults(
+        "text, images and speech under three policies, and as plain Triton instances; needs --one-shot",
+        (
+            *(f"{policy}=continuous,scheduling_policy={policy}" for policy in ("priority", "fifo", "density")),
+            "plain=baseline_dynamic",
+        ),
+        "mix",
+    ),
     "offline": SuiteDefaults("all requests at once, by engines without a server", ("llm", "transformers"), "mixed"),
     "efficiency": SuiteDefaults(
         "offline: each engine on mixed lengths and on a shared prompt, against itself without",

@@ -1,24 +1,28 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.driver import BenchTransport
-from tidewheel.bench.targets import BenchTarget
+from tidewheel.bench.targets import TRITON_ONE_SHOT, BenchTarget, OneShotEntry
 from tidewheel.bench.transports.peer import PeerTransport
+from tidewheel.bench.transports.tensors import OneShotModel
 from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
+from tidewheel.config import TEXT_ONLY
 from tidewheel.errors import ConfigError
 from tidewheel.server.endpoints import TritonHttp
 from tidewheel.server.repository import write_entry
@@ -27,6 +31,16 @@ from tidewheel_process.child import Child, StartError
 START_S = 600.0
 END_S = 60.0
 _HOST = "127.0.0.1"
+PLAIN_CONFIG = """backend: "python"
+parameters {{ key: "model" value {{ string_value: "{model}" }} }}
+parameters {{ key: "num_threads" value {{ string_value: "{num_threads}" }} }}
+"""
+PLAIN_MODEL = """import triton_python_backend_utils
+from tidewheel.bench.onnx_baseline import OnnxBaseline
+
+class TritonPythonModel(OnnxBaseline):
+    triton = triton_python_backend_utils
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +50,7 @@ class Deployment:
     settings: dict[str, str] = field(default_factory=dict)  # of all Tidewheel engines
     baselines: Path = Path("model_repository")
     folder: Path
+    one_shot: Mapping[str, OneShotEntry] = field(default_factory=dict)  # by name in workloads
 
     def summary(self) -> dict[str, Any]:
         folder = Path(self.model)
@@ -68,7 +83,8 @@ def deployed(
             repository = stack.enter_context(_repository(deployment, served))
             _, grpc, metrics = stack.enter_context(_serve(repository, deployment.folder / "serve.log"))
             for target in served:
-                here = TritonGrpcTransport(grpc, target.name, with_ids=with_ids)
+                beside = _one_shot_models(deployment, target)
+                here = TritonGrpcTransport(grpc, target.name, with_ids=with_ids, beside=beside)
                 places[target.name] = TargetEndpoint(here, f"http://{metrics}/metrics", target.name)
         for target in targets:
             if target.is_peer:
@@ -96,13 +112,47 @@ def _repository(deployment: Deployment, targets: Sequence[BenchTarget]) -> Itera
                 write_entry(folder, deployment.model, target.name, settings)
             else:
                 _write_baseline(folder, deployment, target)
+            _write_one_shot(folder, deployment, target)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _settings(target: BenchTarget) -> dict[str, str]:
-    return {key: value for key, value in target.settings.items() if key != "entry"}
+    return {key: value for key, value in target.settings.items() if key not in ("entry", TRITON_ONE_SHOT)}
+
+
+def _one_shot_models(deployment: Deployment, target: BenchTarget) -> dict[str, OneShotModel]:
+    return {
+        name: OneShotModel(f"{target.name}-{name}", dict(np.load(entry.inputs)) if entry.inputs else {})
+        for name, entry in deployment.one_shot.items()
+    }
+
+
+def _write_one_shot(folder: Path, deployment: Deployment, target: BenchTarget) -> None:
+    """Write the one-shot models beside a target: ours under its settings, or plain instances of Triton's batcher."""
+    common = {**deployment.settings, **_settings(target)}
+    common = {key: value for key, value in common.items() if key not in TEXT_ONLY}
+    for name, entry in deployment.one_shot.items():
+        if target.kind == "ours" and TRITON_ONE_SHOT not in target.settings:
+            write_entry(folder, entry.model, f"{target.name}-{name}", {**common, **entry.settings})
+        else:
+            write_plain(folder / f"{target.name}-{name}", entry.model, entry.settings.get("num_threads", "0"))
+
+
+def write_plain(entry: Path, model: str, num_threads: str, program: str = PLAIN_MODEL) -> None:
+    """Write an entry of Triton's Python backend that runs an ONNX file on so many threads; 0: all cores.
+
+    It gets the path of ONNX Runtime, which may be in this process's PYTHONPATH alone. Raise `BenchError` without one.
+    """
+    library = importlib.util.find_spec("onnxruntime")
+    if library is None or library.origin is None:
+        raise BenchError("plain instances of ONNX files need onnxruntime: pip install 'tidewheel[onnx]'")
+    (entry / "1").mkdir(parents=True)
+    text = PLAIN_CONFIG.format(model=model, num_threads=num_threads)
+    (entry / "config.pbtxt").write_text(text, encoding="utf-8")
+    path = f"import sys\nsys.path.append({str(Path(library.origin).parents[1])!r})\n"
+    (entry / "1" / "model.py").write_text(path + program, encoding="utf-8")
 
 
 def _write_baseline(folder: Path, deployment: Deployment, target: BenchTarget) -> None:

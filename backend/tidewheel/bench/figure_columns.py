@@ -84,7 +84,8 @@ SERVER = (
 _CLASSES = (
     FigureColumn("requests", "", "requests"),
     FigureColumn("within the objective", "%", "slo_attainment", 100.0),
-    *(column for column in LATENCIES if column.title in ("TTFT p50", "TTFT p99", "e2e p50", "e2e p99")),
+    RATES[0],
+    *(column for column in LATENCIES if column.title in ("TTFT p50", "TTFT p99", "ITL p99", "e2e p50", "e2e p99")),
     _ERRORS,
 )
 COLUMNS = {column.title: column for column in (*RATES, *LATENCIES, *SERVER)}
@@ -127,7 +128,7 @@ def class_table(result: StageResult) -> TextTable:
     rows = [
         [*labels, name, *(c.cell(figures["classes"][name]) for c in _CLASSES)]
         for labels, figures in measured(result)
-        for name in sorted(figures.get("classes", ()), key=CLASS_ORDER.index)
+        for name in sorted(figures.get("classes", ()), key=lambda name: CLASS_ORDER.index(name.split()[0]))
     ]
     return TextTable(["load", "target", "class", *headings(_CLASSES)], rows)
 

@@ -31,6 +31,7 @@ class OfferedRequest:
     num_output_tokens: int
     parameters: Mapping[str, Any] = field(default_factory=dict)
     think_s: float = 0.0
+    entry: str = ""  # one-shot model that is asked, with its own tensors; empty: the language model
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _SAMPLE: Mapping[str, Callable[[RequestOutcome], object]] = {
     "wanted_tokens": lambda o: o.offered.num_output_tokens,
     "priority": lambda o: o.offered.parameters.get("priority", 0),
     "tenant": lambda o: o.offered.parameters.get("tenant", ""),
+    "entry": lambda o: o.offered.entry,
     "error": lambda o: o.code,
 }
 SAMPLE_COLUMNS = tuple(_SAMPLE)

@@ -15,7 +15,7 @@ from tidewheel.bench.results import ResultRecorder, StageResult
 from tidewheel.bench.run_plan import PlannedStage
 from tidewheel.bench.summary import rates
 from tidewheel.bench.targets import BenchTarget
-from tidewheel.bench.workloads import WORKLOADS
+from tidewheel.bench.workloads import CRITICAL_SHARE, MIX, WORKLOADS
 from tidewheel.workload.lengths import LengthRange, Lengths
 
 ALONE_REQUESTS = 20
@@ -27,6 +27,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SATURATION_USERS = 64
 RATES = (10, 100, 500)  # requests/s
 RATE_OF_SATURATION = 100
+MIX_LOADS = (0.6, 1.5)  # of what saturates our target
 OFFLINE_REQUESTS = 64
 _EQUAL = Lengths("constant", 72, maximum=72)
 # Mean lengths agree in the first two, and in the last two.
@@ -119,18 +120,37 @@ class BenchSuite:
     def rates(self) -> None:
         """Measure three loads in the ratio 1:10:50. The middle load saturates our target."""
         measure = self.ours
-        users = (LoadPattern("closed", SATURATION_USERS),)
-        title = f"Saturation of {measure.name}"
-        result = self._measure("saturation", title, targets=(measure,), loads=users, repeats=1, is_preliminary=True)
-        saturation = _served_per_s(result, measure.name)
-        if not saturation:
-            raise BenchError(f"target {measure.name} answered no request in full: there is no load to scale to")
+        saturation = self._saturation(measure)
         loads = tuple(LoadPattern("poisson", round(rate * saturation / RATE_OF_SATURATION, 3)) for rate in RATES)
         names = tuple(f"{rate}/s" for rate in RATES)
         values = (load.value for load in loads)
         self.recorder.extra |= {"saturation_per_s": saturation, "rates": dict(zip(names, values, strict=True))}
         title = "A tenth of what saturates the machine, all of it, and five times as much"
         self._measure("rates", title, loads=loads, load_names=names)
+
+    def mix(self) -> None:
+        """Measure the mix below and above what saturates our target, and its CRITICAL streams alone, in turns."""
+        saturation = self._saturation(self.ours)
+        rates = [round(load * saturation, 3) for load in MIX_LOADS]
+        names = tuple(f"{load:.0%}" for load in MIX_LOADS)
+        loads = tuple(LoadPattern("poisson", rate) for rate in rates)
+        alone = tuple(LoadPattern("poisson", round(CRITICAL_SHARE * rate, 3)) for rate in rates)
+        critical = replace(self.base.workload, name="critical", kinds=MIX[:1])
+        results = self.experiment.measure_in_turns(
+            [
+                self._stage("mix", "Text, images and speech", loads=loads, load_names=names),
+                self._stage("critical", "Its CRITICAL streams", loads=alone, load_names=names, workload=critical),
+            ]
+        )
+        self.recorder.extra |= {"saturation_per_s": saturation, "mix": mix_findings(*results)}
+
+    def _saturation(self, target: BenchTarget) -> float:
+        """Return requests/s of many users in a closed loop. Raise `BenchError` if none is answered."""
+        users, title = (LoadPattern("closed", SATURATION_USERS),), f"Saturation of {target.name}"
+        result = self._measure("saturation", title, targets=(target,), loads=users, repeats=1, is_preliminary=True)
+        if not (saturation := _served_per_s(result, target.name)):
+            raise BenchError(f"target {target.name} answered no request in full: there is no load to scale to")
+        return saturation
 
     def offline(self) -> None:
         count = self.base.max_requests or OFFLINE_REQUESTS
@@ -196,6 +216,22 @@ def capacity_findings(
     mine = findings["capacities"].get(WHOLE_ANSWER, {}).get(ours, {})
     findings["capacity_ratio"] = (mine.get("ratio") or [None])[0]
     findings["capacity_ratio_is_lower_bound"] = mine.get("ratio_is_lower_bound", False)
+    return findings
+
+
+def mix_findings(mixed: StageResult, alone: StageResult) -> dict[str, Any]:
+    """Return by load and target: goodput, and the p99 gap of CRITICAL streams in the mix and alone, in seconds."""
+    findings: dict[str, Any] = {}
+    for index, name in enumerate(mixed.stage.load_names):
+        for target in mixed.stage.targets:
+            here, there = mixed.figures(target.name, index), alone.figures(target.name, index)
+            if here and there:
+                critical = here.get("classes", {}).get("critical", {})
+                findings.setdefault(name, {})[target.name] = {
+                    "goodput_per_s": here["goodput_per_s"].mean,
+                    "critical_gap_s": critical.get("itl_s", {}).get("p99", math.nan),
+                    "critical_gap_alone_s": there["itl_s"]["p99"].mean,
+                }
     return findings
 
 

@@ -29,10 +29,9 @@ def span(outcomes: Sequence[RequestOutcome]) -> float:
 
 def rates(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None) -> Figures:
     """Return throughput and goodput per second, in an open loop per second of sending, `offered_s` or more."""
-    seconds = span(outcomes)
+    seconds, window = span(outcomes), sending_s(outcomes, offered_s)
     if not seconds:
         return dict.fromkeys(RATES, math.nan)
-    window = max(offered_s, max(o.sent for o in outcomes)) if offered_s else seconds
     num_met, num_met_at_end = sum(map(slo.is_met, outcomes)), sum(map(slo.is_met_at_end, outcomes))
     return {
         "requests_per_s": sum(o.is_complete for o in outcomes) / seconds,
@@ -45,9 +44,14 @@ def rates(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None)
     }
 
 
+def sending_s(outcomes: Sequence[RequestOutcome], offered_s: float | None) -> float:
+    """Return the seconds that goodput counts: `offered_s` or until the last is sent, without it the whole run."""
+    return max(offered_s, max(o.sent for o in outcomes)) if offered_s else span(outcomes)
+
+
 def summarise_run(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None = None) -> dict[str, Any]:
     return {
-        **_counts(outcomes, slo),
+        **_counts(outcomes, slo, sending_s(outcomes, offered_s)),
         **rates(outcomes, slo, offered_s),
         "completed": sum(o.is_complete for o in outcomes),
         "output_tokens": sum(o.num_tokens for o in outcomes),
@@ -67,7 +71,7 @@ def summarise_repeats(
     quantiles = list(QUANTILES.values())
     drawn = {name: bootstrap_quantiles(values, quantiles) for name, values in latencies.items()}
     return {
-        **_counts(pooled, slo),
+        **_counts(pooled, slo, sum(sending_s(outcomes, offered_s) for outcomes in repeats if outcomes)),
         **{name: t_interval([rate[name] for rate in per_repeat]) for name in RATES},
         "fairness": t_interval([fairness(outcomes) for outcomes in repeats if outcomes]),
         **{name: dict(zip(QUANTILES, estimates, strict=True)) for name, estimates in drawn.items()},
@@ -75,13 +79,13 @@ def summarise_repeats(
     }
 
 
-def _counts(outcomes: Sequence[RequestOutcome], slo: Slo) -> dict[str, Any]:
+def _counts(outcomes: Sequence[RequestOutcome], slo: Slo, seconds: float) -> dict[str, Any]:
     counts = {
         "requests": len(outcomes),
         "errors": dict(Counter(o.code for o in outcomes if o.error)),
         "send_lag_p99_s": quantile([o.lag for o in outcomes], 0.99),
     }
-    classes = _by_class(outcomes, slo)
+    classes = _by_class(outcomes, slo, seconds)
     return counts | {"classes": classes} if len(classes) > 1 else counts
 
 
@@ -104,20 +108,26 @@ def fairness(outcomes: Sequence[RequestOutcome]) -> float:
     return jain([o.num_tokens / o.latency if o.latency else 0.0 for o in outcomes])
 
 
-def _by_class(outcomes: Sequence[RequestOutcome], slo: Slo) -> dict[str, Any]:
+def _by_class(outcomes: Sequence[RequestOutcome], slo: Slo, seconds: float) -> dict[str, Any]:
+    """Return figures by class, and by one-shot model in it."""
     classes: dict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
-        classes[CLASS_NAMES.get(outcome.offered.parameters.get("priority", 0), "normal")].append(outcome)
+        name = CLASS_NAMES.get(outcome.offered.parameters.get("priority", 0), "normal")
+        classes[f"{name} {outcome.offered.entry}".strip()].append(outcome)
+    return {name: _class_figures(members, slo, seconds) for name, members in classes.items()}
+
+
+def _class_figures(members: Sequence[RequestOutcome], slo: Slo, seconds: float) -> dict[str, Any]:
+    latencies, num_met = _latencies(members), sum(map(slo.is_met, members))
     return {
-        name: {
-            "requests": len(members),
-            "completed": sum(o.is_complete for o in members),
-            "slo_attainment": sum(map(slo.is_met, members)) / len(members),
-            "ttft_s": _quantiles([o.first_token for o in members if o.first_token is not None]),
-            "e2e_s": _quantiles(_latencies(members)["e2e_s"]),
-            "errors": dict(Counter(o.code for o in members if o.error)),
-        }
-        for name, members in classes.items()
+        "requests": len(members),
+        "completed": sum(o.is_complete for o in members),
+        "slo_attainment": num_met / len(members),
+        "goodput_per_s": num_met / seconds if seconds else math.nan,
+        "ttft_s": _quantiles([o.first_token for o in members if o.first_token is not None]),
+        "itl_s": _quantiles(latencies["itl_s"]),
+        "e2e_s": _quantiles(latencies["e2e_s"]),
+        "errors": dict(Counter(o.code for o in members if o.error)),
     }
 
 

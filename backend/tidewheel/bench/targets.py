@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 from urllib.parse import parse_qs, urlsplit
 
 from tidewheel.bench import BenchError, peer_engines
@@ -24,6 +24,15 @@ _URLS = {
     "openai": r"https?://[^/]+/(.+/)?completions",
 }
 ELSEWHERE = ("vllm", "openvino")  # in their own environments
+TRITON_ONE_SHOT = "triton_one_shot"  # setting of a strategy: its one-shot models are plain instances
+
+
+class OneShotEntry(NamedTuple):
+    """Model that answers in one step, served beside the language model of each target."""
+
+    model: str
+    inputs: str  # .npz file of its tensors; empty: random numbers
+    settings: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,21 @@ def parse_targets(texts: list[str]) -> list[BenchTarget]:
             name = target.name
             raise BenchError(f"--target: {name!r} stands twice: name one of them otherwise, as in other={name}")
     return list(targets.values())
+
+
+def parse_one_shot(texts: list[str]) -> dict[str, OneShotEntry]:
+    """Return models by name, from NAME=FILE[,inputs=FILE.npz][,SETTING=VALUE…] each. Raise `BenchError`."""
+    entries = {}
+    for text in texts:
+        spec, *pairs = re.split(r",(?=\w+=)", text)
+        name, _, model = spec.partition("=")
+        settings = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+        inputs = settings.pop("inputs", "")
+        for file in (model, inputs or model):
+            if not Path(file).is_file():
+                raise BenchError(f"--one-shot {text!r}: no file {file!r}: write NAME=MODEL[,inputs=FILE.npz]")
+        entries[name] = OneShotEntry(str(Path(model).resolve()), inputs, settings)
+    return entries
 
 
 def parse_target(text: str) -> BenchTarget:

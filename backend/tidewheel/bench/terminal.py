@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from tqdm import tqdm
 
 from tidewheel.bench.driver import RunProgress
-from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, table, verdicts
+from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, class_table, table, verdicts
 from tidewheel.bench.outcome import RequestOutcome, Slo
 from tidewheel.bench.results import ResultRecorder
 from tidewheel.bench.summary import summarise_run
@@ -84,3 +84,5 @@ def result_tables(recorder: ResultRecorder) -> Iterator[str]:
         if not result.stage.is_preliminary:
             figures = table(result, SHORT).without_empty().as_text()
             yield "\n".join([result.stage.title, figures, "", *verdicts(result)])
+            if (classes := class_table(result)).rows:
+                yield classes.without_empty().as_text()

@@ -28,6 +28,7 @@ SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA, SHAREGPT_MAX = 161.31, 337.99, 
 class WorkloadKind(NamedTuple):
     share: float
     parameters: Mapping[str, Any]
+    entry: str = ""  # one-shot model that is asked; empty: the language model
 
 
 CLASSES = (
@@ -37,6 +38,13 @@ CLASSES = (
     WorkloadKind(0.3, {"priority": 4}),
 )
 PLAIN = (WorkloadKind(1.0, {}),)
+CRITICAL_SHARE = 0.2
+MIX = (
+    WorkloadKind(CRITICAL_SHARE, {"priority": 1}),
+    WorkloadKind(0.5, {"priority": 3}),
+    WorkloadKind(0.2, {"priority": 4}, "image"),
+    WorkloadKind(0.1, {"priority": 3}, "speech"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +75,14 @@ class Workload:
             outputs = self.outputs.draw(_BLOCK * self.turns, rng).reshape(-1, self.turns)
             kinds = rng.choice(len(self.kinds), size=_BLOCK, p=shares / shares.sum())
             for row in range(_BLOCK):
-                parameters = dict(self.kinds[kinds[row]].parameters)
+                kind = self.kinds[kinds[row]]
+                parameters = dict(kind.parameters)
                 if self.turns > 1:
                     parameters["session_id"] = f"bench-{seed}-{number}"
-                yield self._turns(inputs[row].tolist(), outputs[row].tolist(), prefix, parameters, rng)
+                if kind.entry:
+                    yield (OfferedRequest(0.0, [FIRST_ID], 1, parameters, entry=kind.entry),)
+                else:
+                    yield self._turns(inputs[row].tolist(), outputs[row].tolist(), prefix, parameters, rng)
                 number += 1
 
     def other_ids(self, input_ids: list[int], shift: int) -> list[int]:
@@ -81,7 +93,7 @@ class Workload:
     def summary(self) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "trace"}
         fields["inputs"], fields["outputs"] = dataclasses.asdict(self.inputs), dataclasses.asdict(self.outputs)
-        fields["kinds"] = [{"share": kind.share, "parameters": dict(kind.parameters)} for kind in self.kinds]
+        fields["kinds"] = [kind._asdict() for kind in self.kinds]
         return fields
 
     def _turns(
@@ -151,6 +163,8 @@ WORKLOADS: Mapping[str, Workload] = {
     "chat": Workload("chat", Lengths("lognormal", 32), Lengths("lognormal", 32), turns=4, pause_s=1.0),
     "shared-prefix": dataclasses.replace(_MIXED, name="shared-prefix", prefix_tokens=256),
     "qos": dataclasses.replace(_MIXED, name="qos", kinds=CLASSES),
+    "mix": dataclasses.replace(_MIXED, name="mix", kinds=MIX),
+    "critical": dataclasses.replace(_MIXED, name="critical", kinds=MIX[:1]),
 }
 SYNTAX = f"{', '.join(WORKLOADS)}, sharegpt:SCALE or trace:FILE"
 

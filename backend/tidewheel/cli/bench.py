@@ -45,6 +45,8 @@ def _add_what(what: argparse._ArgumentGroup) -> None:
     what.add_argument("--model", **folder, default=DEFAULT_MODEL, help="weights of what is served here")
     what.add_argument("--dtype", choices=_DTYPES, help="of what is served here and of peers (default: float32)")
     _repeated(what, "--set", "KEY=VALUE", "a setting of our engines: of strategies and of llm")
+    beside = "a model beside each target, for the requests of --workload mix: image=FILE.onnx and speech=FILE.onnx"
+    _repeated(what, "--one-shot", "NAME=FILE[,inputs=FILE.npz][,SETTING=VALUE…]", beside)
     what.add_argument("--baselines", **folder, help=f"where their entries are (default: {DEFAULT_REPOSITORY})")
     what.add_argument("--offline-model", **folder, help="of compare's offline part (default: --model)")
     what.add_argument("--offline-dtype", choices=_DTYPES, help="of compare's offline part (default: bfloat16)")
@@ -62,7 +64,7 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
     seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
     number: dict[str, Any] = {"type": functools.partial(_at_least, 1), "metavar": "N"}
     lengths: dict[str, Any] = {"default": "", "metavar": "LENGTHS"}
-    workloads = "fixed, mixed, sharegpt[:SCALE], chat, shared-prefix, qos, trace:FILE"
+    workloads = "fixed, mixed, sharegpt[:SCALE], chat, shared-prefix, qos, mix, critical, trace:FILE"
     load.add_argument("--workload", metavar="NAME", help=workloads)
     load.add_argument("--input", **lengths, help="prompt tokens: range:16:128, lognormal:128:1.0:512 …")
     load.add_argument("--output", **lengths, help="output tokens, likewise")

@@ -19,7 +19,7 @@ from tidewheel.bench.outcome import Slo
 from tidewheel.bench.results import ResultRecorder
 from tidewheel.bench.run_plan import PlannedStage
 from tidewheel.bench.suites import BenchSuite
-from tidewheel.bench.targets import BenchTarget, parse_targets
+from tidewheel.bench.targets import BenchTarget, parse_one_shot, parse_targets
 from tidewheel.bench.terminal import result_tables
 from tidewheel.bench.workloads import Workload, parse_workload
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
@@ -68,6 +68,7 @@ def _parts(args: argparse.Namespace) -> Iterator[BenchPart]:
         "run": BenchSuite.run,
         "batch": BenchSuite.batch_sizes,
         "rates": BenchSuite.rates,
+        "mix": BenchSuite.mix,
         "offline": BenchSuite.offline,
         "efficiency": BenchSuite.efficiency,
         "compare": lambda suite: suite.compare(slo, args.budget_s or math.inf),
@@ -129,7 +130,14 @@ def _deployment(args: argparse.Namespace, stage: PlannedStage, model: Path, dtyp
     folder.mkdir(parents=True, exist_ok=True)
     weights, settings = str(model.resolve()), parse_settings(args.set)
     baselines = args.baselines or DEFAULT_REPOSITORY
-    return Deployment(model=weights, dtype=dtype, settings=settings, baselines=baselines, folder=folder)
+    one_shot = parse_one_shot(args.one_shot)
+    asked = {kind.entry for kind in stage.workload.kinds if kind.entry}
+    if asked and (asked != one_shot.keys() or not all(target.is_served_here for target in stage.targets)):
+        names = " and ".join(f"--one-shot {name}=FILE" for name in sorted(asked))
+        raise UsageError(f"--workload {stage.workload.name} needs {names}, and only targets that are served here")
+    return Deployment(
+        model=weights, dtype=dtype, settings=settings, baselines=baselines, folder=folder, one_shot=one_shot
+    )
 
 
 def _check_counted(args: argparse.Namespace, targets: list[BenchTarget]) -> None:

@@ -14,6 +14,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_policies import make_scaling
+from tidewheel.one_shot.adapters import with_kind
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan
@@ -72,7 +73,7 @@ class Scenario:
 
     def config(self, policy: str) -> EngineConfig:
         values = {"model": MODEL, **self.settings, "scheduling_policy": policy, "record": self.record}
-        return EngineConfig.from_settings(values)
+        return EngineConfig.from_settings(with_kind(values))
 
     def trace(self, rate: float | None) -> Trace:
         """Return the request trace at `rate`; None: at the file's own rate."""
@@ -143,6 +144,8 @@ class Scenario:
         self, config: EngineConfig, trace: Trace, num_replicas: int, *, is_scaled: bool = True
     ) -> Simulator:
         cost = self.cost.with_cache(config.kv_cache_dtype)
+        if config.kind == "one_shot":
+            trace = trace.one_shot()
         if config.pressure_quantization != "none" and (self.is_coarse or cost.quantized_share is None):
             raise ConfigError(
                 f"pressure_quantization is {config.pressure_quantization}: simulate it without --coarse, and with a "

@@ -69,4 +69,5 @@ class TraceRequests:
             deadline=deadline if deadline < math.inf else None,
             session_id=trace.session(index),
             session_ttl=self._session_ttl_s,
+            bucket=trace.bucket(index),
         )

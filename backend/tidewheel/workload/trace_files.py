@@ -9,6 +9,7 @@
     prefix_group     a name; its requests share their first prefix_tokens tokens
     prefix_tokens    needs prefix_group
     deadline_s       seconds from arrival; absent: never
+    bucket           shapes of a one-shot request, whose prompt_tokens are items: equal names may share a batch
 
 CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub), with dates, and of BurstGPT
 (Wang and others, arXiv 2401.17644), with seconds and without failed rows, are read too.
@@ -49,6 +50,7 @@ class _TraceRow(msgspec.Struct):
     prefix_group: _Name = ""
     prefix_tokens: _Tokens = 0
     deadline_s: _Seconds = math.inf
+    bucket: _Name = ""
 
 
 class _AzureRow(msgspec.Struct):
@@ -115,6 +117,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
     tenants: dict[str, int] = {"": 0}
     sessions: dict[str, int] = {}
     groups: dict[str, int] = {}
+    buckets: dict[str, int] = {"": 0}
     arrivals = np.array([request.arrival for request in requests])
     columns = {
         "arrivals": arrivals - arrivals.min(),
@@ -126,6 +129,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
         "prefix_groups": [_index(groups, request.prefix_group) for request in requests],
         "prefix_tokens": [request.prefix_tokens for request in requests],
         "deadlines": [request.deadline_s for request in requests],
+        "buckets": [_index(buckets, request.bucket) for request in requests],
     }
     order = np.argsort(arrivals, kind="stable")
     return Trace.of(
@@ -133,6 +137,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
         tenant_names=tuple(tenants),
         session_names=tuple(sessions),
         prefix_names=tuple(groups),
+        bucket_names=tuple(buckets),
     )
 
 

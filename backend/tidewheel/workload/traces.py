@@ -33,6 +33,8 @@ class Trace:
     prefix_names: tuple[str, ...] = ()
     prefix_tokens: Int32Array
     deadlines: FloatArray  # seconds after arrival; inf: none
+    buckets: Int32Array  # of one-shot requests
+    bucket_names: tuple[str, ...] = ("",)
 
     @classmethod
     def of(
@@ -45,6 +47,9 @@ class Trace:
 
     def tenant(self, index: int) -> str:
         return self.tenant_names[int(self.tenants[index])]
+
+    def bucket(self, index: int) -> str:
+        return self.bucket_names[int(self.buckets[index])]
 
     def session(self, index: int) -> str:
         return "" if self.sessions[index] == NOBODY else self.session_names[self.sessions[index]]
@@ -70,6 +75,11 @@ class Trace:
             raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
 
+    def one_shot(self) -> Trace:
+        """Return the requests as those of a one-shot model: prompts are items, and each has a bucket."""
+        names = tuple(name or "-" for name in self.bucket_names)
+        return dataclasses.replace(self, output_tokens=np.ones_like(self.output_tokens), bucket_names=names)
+
     def at_once(self, count: int) -> Trace:
         index = np.arange(count) % len(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -80,7 +90,7 @@ class Trace:
 
 _DEFAULTS = {
     "priorities": Priority.NORMAL, "tenants": 0, "sessions": NOBODY, "prefix_groups": NOBODY, "prefix_tokens": 0,
-    "deadlines": math.inf,
+    "deadlines": math.inf, "buckets": 0,
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class BenchTriton(FakeTriton):
         "demo_infer": OURS,
         "baseline": BASELINE,
         "vllm": VLLM,
+        "classifier": ("pixels",),
     }
     infer_error: tuple[grpc.StatusCode, str] | None = None
 
@@ -64,7 +65,7 @@ class BenchTriton(FakeTriton):
         if self.infer_error is not None:
             context.abort(*self.infer_error)
         inputs = asked.inputs
-        wanted = inputs["max_tokens"][0] if "max_tokens" in inputs else asked.sampling["max_tokens"]
+        wanted = inputs["max_tokens"][0] if "max_tokens" in inputs else asked.sampling.get("max_tokens", 1)
         return response(request, num_output_tokens=("UINT32", "I", [wanted]), text_output="x" * wanted).infer_response
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tidewheel.bench import BenchError
 from tidewheel.bench.outcome import OfferedRequest, RequestFailed, RequestOutcome
 from tidewheel.bench.transports.declared_inputs import DeclaredInputs
+from tidewheel.bench.transports.tensors import OneShotModel, tensor_request, with_class
 
 NUM_CHANNELS = 4
 PROBE_S = 5.0
@@ -23,11 +24,16 @@ _OPTIONS = (
 
 
 class TritonGrpcTransport:
-    """Transport over gRPC: a stream per decoupled request, else unary calls. `with_ids`: ask for token ids."""
+    """Transport over gRPC: a stream per decoupled request, else unary calls.
+
+    `with_ids`: ask for token ids. `beside`: one-shot models by the entry that requests name.
+    """
 
     can_cancel = True
 
-    def __init__(self, address: str, model: str, *, with_ids: bool = False) -> None:
+    def __init__(
+        self, address: str, model: str, *, with_ids: bool = False, beside: Mapping[str, OneShotModel] | None = None
+    ) -> None:
         self._address = address
         self._model = model
         self._with_ids = with_ids
@@ -35,6 +41,8 @@ class TritonGrpcTransport:
         self._stubs: list[Any] = []
         self._sent = 0
         self._shape: DeclaredInputs | None = None
+        self._beside = beside or {}
+        self._tensor_requests: dict[str, pb.ModelInferRequest] = {}  # by entry
 
     async def open(self) -> None:
         self._channels = [grpc.aio.insecure_channel(self._address, options=_OPTIONS) for _ in range(NUM_CHANNELS)]
@@ -50,6 +58,9 @@ class TritonGrpcTransport:
         assert shape is not None
         self._sent += 1
         stub = self._stubs[self._sent % NUM_CHANNELS]
+        if offered.entry:
+            await self._send_tensors(stub, offered, outcome)
+            return
         message = pb.ModelInferRequest(model_name=self._model)
         for name, datatype, values in shape.tensors(offered, input_ids, with_ids=self._with_ids):
             message.inputs.add(name=name, datatype=datatype, shape=shape.sizes(values))
@@ -63,27 +74,39 @@ class TritonGrpcTransport:
         except grpc.aio.AioRpcError as error:
             raise RequestFailed(error.code().name, str(error.details())) from None
 
+    async def _send_tensors(self, stub: Any, offered: OfferedRequest, outcome: RequestOutcome) -> None:
+        outcome.streamed = False
+        try:
+            await stub.ModelInfer(with_class(self._tensor_requests[offered.entry], offered.parameters))
+        except grpc.aio.AioRpcError as error:
+            raise RequestFailed(error.code().name, str(error.details())) from None
+        outcome.add_tokens(offered.num_output_tokens)
+
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
         self._channels, self._stubs = [], []
 
     async def _look(self) -> None:
+        config = await self._config(self._model)
+        inputs, policy = (tensor.name for tensor in config.input), config.model_transaction_policy
+        self._shape = DeclaredInputs.of(self._model, inputs, config.max_batch_size, is_decoupled=policy.decoupled)
+        for entry, model in self._beside.items():
+            self._tensor_requests[entry] = tensor_request(model, await self._config(model.served_name))
+
+    async def _config(self, model: str) -> Any:
         stub = self._stubs[0]
-        where = f"model {self._model!r} at {self._address}"
+        where = f"model {model!r} at {self._address}"
         try:
-            ready = await stub.ModelReady(pb.ModelReadyRequest(name=self._model), timeout=PROBE_S)
-            config = await stub.ModelConfig(pb.ModelConfigRequest(name=self._model), timeout=PROBE_S)
+            ready = await stub.ModelReady(pb.ModelReadyRequest(name=model), timeout=PROBE_S)
+            config = await stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=PROBE_S)
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise BenchError(f"no server answers at {self._address}: start one, or correct the address") from None
             raise BenchError(f"{where} cannot be measured: {error.details()}") from None
         if not ready.ready:
             raise BenchError(f"{where} is not ready: wait until it is loaded")
-        inputs, policy = (tensor.name for tensor in config.config.input), config.config.model_transaction_policy
-        self._shape = DeclaredInputs.of(
-            self._model, inputs, config.config.max_batch_size, is_decoupled=policy.decoupled
-        )
+        return config.config
 
     @staticmethod
     async def _stream(

@@ -1,0 +1,145 @@
+"""Gaps of CRITICAL streams alone, and beside images and speech that take what is left of the machine, in turns.
+
+    python benchmarks shared_device --save
+
+One server has a language model, whose users always wait for CRITICAL streams, and two one-shot models with LOW
+requests always in flight: `ours` in engines that take turns, `free` in engines without turns, `plain` as instances of
+Triton's Python backend with its dynamic batcher, beside the same language model. A server runs during its runs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Iterator, Mapping
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from common.onnx_file import image_classifier, speech_detector
+from common.study import Study, in_turns, show, summary
+from tidewheel.bench.deploy import Deployment, TargetEndpoint, deployed
+from tidewheel.bench.driver import LoadDriver, RunLimits, RunProgress
+from tidewheel.bench.estimates import quantile
+from tidewheel.bench.outcome import Conversation, OfferedRequest, RequestOutcome
+from tidewheel.bench.targets import TRITON_ONE_SHOT, BenchTarget, OneShotEntry
+from tidewheel.bench.workloads import MIX, Workload
+from tidewheel.cli.bench import DEFAULT_MODEL
+from tidewheel.server.repository import parse_settings
+from tidewheel.workload.lengths import LengthRange
+
+OURS, FREE, PLAIN = "ours", "free", "plain"
+ALONE, BESIDE = "alone", "beside"
+STRATEGY = {"scheduling_strategy": "continuous"}
+TARGETS = (
+    BenchTarget(OURS, "ours", STRATEGY),
+    BenchTarget(FREE, "ours", {**STRATEGY, "device_slice_ms": "0"}),
+    BenchTarget(PLAIN, "ours", {**STRATEGY, TRITON_ONE_SHOT: "true"}),
+)
+SETTLE_S = 1.0  # before gaps count
+TIMEOUT_S = 60.0
+TEXT = Workload("critical", LengthRange(16, 64), LengthRange(64, 96), kinds=MIX[:1], vocab=500)
+
+
+def tensors(entry: str) -> Iterator[Conversation]:
+    return repeat((OfferedRequest(0.0, [4], 1, {"priority": 4}, entry=entry),))
+
+
+async def measure(place: TargetEndpoint, users: Mapping[str, int], options: argparse.Namespace) -> dict[str, Any]:
+    """Keep so many requests in flight by kind (text, image, speech). Return gaps of text and rates of the others."""
+    limits, runs = RunLimits(options.seconds, timeout_s=TIMEOUT_S), {kind: RunProgress() for kind in users}
+    async with asyncio.TaskGroup() as tasks:
+        for kind, count in users.items():
+            load = TEXT.conversations(options.seed) if kind == "text" else tensors(kind)
+            tasks.create_task(LoadDriver(place.transport, limits, runs[kind]).closed_loop(load, count))
+    for kind, run in runs.items():
+        if failed := [one.error for one in run.outcomes if one.error]:
+            raise RuntimeError(f"{len(failed)} requests of {kind} failed: {failed[0]}")
+    gaps = [gap for one in runs["text"].outcomes if one.sent > SETTLE_S for gap in one.inter_token_latencies()]
+    rates = {f"{kind}_per_s": per_second(run.outcomes, options.seconds) for kind, run in runs.items()}
+    return {"gap_p50_s": quantile(gaps, 0.5), "gap_p99_s": quantile(gaps, 0.99), "gap_max_s": max(gaps), **rates}
+
+
+def per_second(outcomes: list[RequestOutcome], seconds: float) -> float:
+    return sum(one.sent + (one.last_token or seconds) < seconds for one in outcomes) / seconds
+
+
+def run_all(options: argparse.Namespace, folder: Path, target: BenchTarget) -> dict[str, list[dict[str, Any]]]:
+    """Serve a target, and return what each round measured, by case."""
+    beside = {"text": options.streams, "image": options.images, "speech": options.speech}
+    cases = {ALONE: {"text": options.streams}, BESIDE: beside}
+    with deployed(deployment(options, folder), [target], with_ids=False) as places, asyncio.Runner() as runner:
+        place = places[target.name]
+        runner.run(place.transport.open())
+        runs = {case: lambda users=users: runner.run(measure(place, users, options)) for case, users in cases.items()}
+        found = in_turns(runs, options.rounds)
+        runner.run(place.transport.close())
+    return found
+
+
+def deployment(options: argparse.Namespace, folder: Path) -> Deployment:
+    settings = {"num_threads": str(options.threads)} if options.threads else {}
+    models = {"image": options.image, "speech": options.speech_model}
+    for kind, made in (("image", image_classifier), ("speech", speech_detector)):
+        if models[kind] is None:
+            models[kind] = folder / f"{kind}.onnx"
+            models[kind].write_bytes(made())
+    inputs = {"image": "", "speech": options.speech_inputs}
+    return Deployment(
+        model=str(options.folder.resolve()),
+        dtype=options.dtype,
+        settings=parse_settings(options.set),
+        folder=folder,
+        one_shot={kind: OneShotEntry(str(file.resolve()), inputs[kind], settings) for kind, file in models.items()},
+    )
+
+
+def add_options(study: Study) -> None:
+    study.add_argument("folder", type=Path, nargs="?", default=DEFAULT_MODEL, help="language model (default: demo)")
+    study.add_argument("--dtype", default="float32")
+    study.add_argument("--image", type=Path, metavar="FILE.onnx", help="default: four convolutions, 160 x 160")
+    study.add_argument("--speech-model", type=Path, metavar="FILE.onnx", help="default: five small products")
+    study.add_argument("--speech-inputs", default="", metavar="FILE.npz", help="of one window")
+    study.add_argument("--threads", type=int, default=0, help="of each one-shot model (default: all cores)")
+    study.add_argument("--targets", nargs="+", choices=(OURS, FREE, PLAIN), default=(OURS, FREE, PLAIN))
+    study.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all engines")
+    study.add_argument("--slice-ms", type=float, default=20.0, help="that the goal adds to the gap alone")
+    study.add_argument("--streams", type=int, default=4, help="CRITICAL ones")
+    study.add_argument("--images", type=int, default=4, help="in flight")
+    study.add_argument("--speech", type=int, default=4, help="in flight")
+    study.add_argument("--seconds", type=float, default=10.0, help="of a run")
+    study.add_argument("--rounds", type=int, default=3)
+    study.add_argument("--seed", type=int, default=0)
+
+
+def main() -> None:
+    study = Study("shared_device", __doc__, "onnxruntime", "torch", "tritonclient")
+    add_options(study)
+    options = study.begin()
+    with tempfile.TemporaryDirectory() as folder:
+        targets = [target for target in TARGETS if target.name in options.targets]
+        found = {target.name: run_all(options, Path(folder), target) for target in targets}
+    figures = {
+        (target, case): {name: summary([one[name] for one in rounds]) for name in rounds[0]}
+        for target, cases in found.items()
+        for case, rounds in cases.items()
+    }
+    show(
+        {
+            "one-shot models": target,
+            "streams": case,
+            **{f"{name}, ms": round(1e3 * row[f"gap_{name}_s"]["median"], 2) for name in ("p50", "p99", "max")},
+            "goal of p99": round(1e3 * figures[target, ALONE]["gap_p99_s"]["median"] + options.slice_ms, 2),
+            **{f"{kind}/s": round(row.get(f"{kind}_per_s", {}).get("median", 0.0), 1) for kind in
+               ("text", "image", "speech")},
+        }
+        for (target, case), row in figures.items()
+    )  # fmt: skip
+    given = {name: getattr(options, name) for name in ("streams", "images", "speech", "threads", "slice_ms")}
+    study.save({**given, "targets": {target: {case: figures[target, case] for case in cases}
+                                     for target, cases in found.items()}})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -34,7 +34,8 @@ from tidewheel.bench.estimates import quantile
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.core import EngineCore
-from tidewheel.one_shot.adapters import Adapter, load_adapter, with_kind
+from tidewheel.one_shot.adapters import load_adapter, with_kind
+from tidewheel.one_shot.model_file import Adapter
 from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import DTYPES, Arrays, Signature
@@ -140,11 +141,11 @@ def _seconds(run: Callable[[Arrays], object], feeds: Arrays, clock: Callable[[],
 
 class WatchedAdapter:
     def __init__(self, adapter: Adapter) -> None:
-        self.signature, self.device, self.weights_bytes = adapter.signature, adapter.device, adapter.weights_bytes
-        self._adapter = adapter
+        self.adapter = adapter._replace(run=self.run)
+        self._run = adapter.run
 
     def run(self, inputs: Arrays) -> Arrays:
-        self.inputs, self.outputs = inputs, self._adapter.run(inputs)
+        self.inputs, self.outputs = inputs, self._run(inputs)
         return self.outputs
 
 
@@ -153,7 +154,7 @@ def count_copies(options: argparse.Namespace, model: Path) -> dict[str, dict[str
     config = EngineConfig.from_settings(with_kind(settings_of(options, model)))
     adapter, signature = load_adapter(config)
     watched, counts = WatchedAdapter(adapter), {}
-    runner = OneShotRunner(watched, signature, OneShotRunner.load(config).info)
+    runner = OneShotRunner(watched.adapter, signature, OneShotRunner.load(config).info)
     for name, size in (("alone", 1), ("in a batch", 2)):
         sent = [PackedTensors.of(one_item(signature, options)) for _ in range(size)]  # 1: into shared memory
         engine = EngineSteps(runner, config)
@@ -273,28 +274,23 @@ def print_result(result: dict[str, Any]) -> None:
     print(f"copies: {result['copies']}")
     if (triton := result.get("triton")) is None:
         return
-    show(
-        {
-            "through Triton": name,
-            "alone, ms": round(1e3 * triton["alone_s"][name]["median"], 3),
-            "capacity, 1/s": round(triton["capacity_per_s"].get(name, {}).get("median", 0.0), 1) or "",
-            f"answered at {triton['load_per_s']:.1f}/s": round(
-                triton["answered_per_s"].get(name, {}).get("median", 0.0), 2
-            )
-            or "",
-            **{
-                f"{process}, ms": round(triton["cpu_ms_of_a_request"].get(name, {}).get(process, 0.0), 2) or ""
-                for process in PROCESSES
-            },
-            "p99, ms": round(1e3 * triton["loaded_s"].get(name, {}).get("p99", 0.0), 1) or "",
-        }
-        for name in (FLOOR, BATCHER, OURS)
-    )
+    show(triton_row(triton, name) for name in (FLOOR, BATCHER, OURS))
     print(
+        f"offered at {LOAD:.0%}: {triton['load_per_s']:.4g}/s; processes: ms of CPU time of a request at saturation\n"
         f"alone, above the floor, over direct: {triton['alone_over_floor']:.3f} (goal 1.1)\n"
         f"capacity over the batcher's: {triton['capacity_ratio']['median']:.3f} (goal 1.0)\n"
         f"answered at {LOAD:.0%} over the batcher's: {triton['answered_ratio']['median']:.3f} (goal 0.95)"
     )
+
+
+def triton_row(triton: dict[str, Any], name: str) -> dict[str, object]:
+    row: dict[str, object] = {"through Triton": name, "alone, ms": 1e3 * triton["alone_s"][name]["median"]}
+    if name == FLOOR:
+        return row | dict.fromkeys(("capacity, 1/s", "answered, 1/s", "p99, ms", *PROCESSES), "")
+    row["capacity, 1/s"] = triton["capacity_per_s"][name]["median"]
+    row["answered, 1/s"] = triton["answered_per_s"][name]["median"]
+    row["p99, ms"] = 1e3 * triton["loaded_s"][name]["p99"]
+    return row | triton["cpu_ms_of_a_request"][name]
 
 
 def main() -> None:

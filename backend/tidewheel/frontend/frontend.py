@@ -28,7 +28,7 @@ from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.request_reader import Reader
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.threads import ResponseSenders, Watcher, Workers
+from tidewheel.frontend.threads import ASKING_SHARE, SHORT_ASKING_SHARE, ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -73,7 +73,8 @@ class Frontend:
         self._recorder = StatsRecorder(info.max_model_len, self._settings.objective)
         self._prompts = PromptQueue(reader.max_prompt_bytes, NUM_TOKENIZERS)
         self._senders = ResponseSenders(self._settings, self._live, self._columns, self._answer, info.pid)
-        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=self._poll_interval_s)
+        share = ASKING_SHARE if info.signature is None else SHORT_ASKING_SHARE
+        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=self._poll_interval_s, share=share)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     @property

@@ -15,7 +15,8 @@ from tidewheel.processor_use import ProcessorMeter
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARE = 0.2  # of a thread's time: to ask Triton about a client takes some 100 µs
+ASKING_SHARE = 0.2  # of a thread's time: to ask Triton about a client takes some 100 µs
+SHORT_ASKING_SHARE = 0.02  # for requests of one step
 
 _LOAD = 0.7  # of the senders' time, for all streams in turn
 _SMOOTHING = 1 / 32
@@ -56,11 +57,20 @@ class Workers(Generic[T]):
 class Watcher:
     """Thread that calls `expire` at deadlines and `cancel` when a client is gone, every `interval_s`."""
 
-    def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
+    def __init__(
+        self,
+        live: Mapping[int, LiveRequest],
+        cancel: _End,
+        expire: _End,
+        *,
+        interval_s: float,
+        share: float = ASKING_SHARE,
+    ) -> None:
         self._live = live
         self._cancel = cancel
         self._expire = expire
         self._interval_s = interval_s
+        self._asking_s = share * interval_s
         self._sweep: Iterator[LiveRequest] = iter(())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
@@ -99,7 +109,7 @@ class Watcher:
         while not self._stopped.wait(self._interval_s):
             try:
                 self.expire_due()
-                self.poll(self._interval_s * _MAX_SHARE)
+                self.poll(self._asking_s)
             except Exception:
                 logger.exception("a round of deadlines and cancellations failed")
 

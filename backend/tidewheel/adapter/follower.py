@@ -104,7 +104,7 @@ class EngineFrontend:
         return MetricsPublisher(publish)
 
     def _publish_last(self) -> None:
-        if self._metrics is not None:
+        if self._metrics is not None and self.target.config.kind == "text":  # it takes as long as a small model
             self._metrics.flush()
 
 

@@ -89,7 +89,7 @@ class EngineServer:
         while True:
             worked = self._core.step()
             self._front_ends.send_room(self._scheduler.admission.waiting_room(self._clock()))
-            if worked and not self._core.has_unfinished:
+            if worked and not self._core.has_unfinished and self._info.signature is None:
                 self._front_ends.broadcast(self._figures())  # before the last answer, so that its client sees them
             self._front_ends.flush()
             reason = self._maintain(must_stop)

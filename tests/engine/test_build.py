@@ -111,7 +111,7 @@ def test_the_log_says_what_fits(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:
-    """But for those that are decided by the scheduler's own defaults."""
+    """But for those that the scheduler's defaults decide, or the kind of model."""
     changed = built(
         scheduling_policy="fair", ageing_s=1.0, cache_aware_order=False, admit_by_growth=False, tenants='{"t": {}}',
         predictor_prior_tokens=1, max_waiting_requests=1,
@@ -126,4 +126,4 @@ def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:
         for field in dataclasses.fields(SchedulerConfig)
         if field.default is not dataclasses.MISSING and getattr(changed, field.name) == field.default
     }
-    assert default == {"max_inflight_steps", "watermark"}
+    assert default == {"least_cut_tokens", "max_inflight_steps", "watermark"}

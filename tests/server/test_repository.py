@@ -97,6 +97,7 @@ def test_front_ends_by_cores(num_cores: int, expected: int) -> None:
 
 def test_served_names(model: Path) -> None:
     assert served_name("Qwen/Qwen3-0.6B") == "Qwen3-0.6B"
+    assert served_name("detector.pt2") == "detector"
     assert served_name(str(model)) == "odd_name_of_a_model"
     assert check_name("Qwen3-0.6B") == "Qwen3-0.6B"
     for bad in ("a/b", "..", "", "a b", ".hidden"):

@@ -54,7 +54,7 @@ def resolve_model(model: str) -> str:
 def served_name(model: str) -> str:
     folder = Path(model).expanduser()
     name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1]
-    name = name.removesuffix(".gguf").removesuffix(".onnx")
+    name = re.sub(r"\.(gguf|onnx|pt2?|xml|plan)$", "", name)
     return re.sub(r"[^\w.-]+", "_", name).strip("._-") or "model"
 
 

@@ -65,11 +65,12 @@ class Shell:
 
     @contextlib.contextmanager
     def running(self, block: str, ready: str) -> Iterator[None]:
-        """Run a command until the block ends, from when the port and path `ready` answer."""
+        """Run a block, whose last command goes on, from when the port and path `ready` answer."""
+        *before, last = self.here(block).splitlines()
         log = self.run_dir.parent / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                ["bash", "-c", f"exec {self.here(block)}"], cwd=self.folder, env=self.environment(),
+                ["bash", "-ec", "\n".join([*before, f"exec {last}"])], cwd=self.folder, env=self.environment(),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
 

@@ -92,6 +92,7 @@ def test_a_cache_with_a_size_is_compared_with_what_is_free_now() -> None:
 
 
 def test_a_process_sees_the_claims_of_others_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # engines of earlier tests in this process, which would go meanwhile
     read, known = host_memory._read_claim, {str(os.getpid())}  # engines of other tests come and go
     monkeypatch.setattr(host_memory, "_read_claim", lambda link: read(link) if link.parts[2] in known else None)
     mine = MemoryClaim(takes_share=True, others=0)

@@ -15,7 +15,6 @@ from tidewheel_process.locked_folder import FolderError, make_private
 T = TypeVar("T")
 
 RUN_DIR = "TIDEWHEEL_RUN_DIR"
-SERVE_PREFIX = "serve-"  # of a folder in the run folder: with a server's own run folder
 MAX_SOCKET_PATH = 107  # bytes, see unix(7)
 LONGEST_RUN_DIR = 27  # bytes that leave room for the long names of a cluster's sockets
 _SHORT_TEMPORARY = Path("/tmp")  # noqa: S108 - made with mode 0700, and refused if it belongs to another user
@@ -33,12 +32,6 @@ def run_dir_path() -> Path:
         return Path(named).absolute()
     path = Path(tempfile.gettempdir()).absolute() / f"tidewheel-{os.getuid()}"
     return path if len(os.fsencode(path)) <= LONGEST_RUN_DIR else _SHORT_TEMPORARY / path.name
-
-
-def shared_run_dir() -> Path:
-    """Return the run folder that all servers of this user share."""
-    path = run_dir_path()
-    return path.parents[1] if path.parent.name.startswith(SERVE_PREFIX) else path
 
 
 def private_dir(path: Path) -> Path:

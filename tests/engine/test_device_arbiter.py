@@ -16,10 +16,8 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine import device_arbiter
 from tidewheel.engine.device_arbiter import DeviceArbiter, DeviceShare, UnsharedDevice, share_device
 from tidewheel.errors import ConfigError
-from tidewheel.private_dir import run_dir, shared_run_dir
 from tidewheel.request import Priority
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.server.workdir import work_dir
 from tidewheel.settings import MIB
 
 CRITICAL, HIGH, NORMAL, LOW = (int(one) for one in Priority)
@@ -301,9 +299,3 @@ def test_a_killed_engine_holds_nobody_up_and_frees_its_row(tmp_path: Path, child
     assert sorted(path.name for path in tmp_path.glob("cpu.[0-9]*")) == ["cpu.0", "cpu.1"]
     last.close()
     arbiter.close()
-
-
-def test_servers_of_a_user_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
-    with work_dir() as folder:
-        assert run_dir() == folder.run and shared_run_dir() == tmp_path

@@ -1,6 +1,6 @@
 """Turns of engines that share a device, by class, weight and measured time.
 
-Engines of one user meet in a table of the device: a file in the run folder that all map, with a row for each. The
+Engines of one user meet in a table of the device: a file in shared memory that all map, with a row for each. The
 engine whose step runs holds a lock; a pipe wakes a waiting engine. Linux frees both when a process is killed.
 """
 
@@ -32,7 +32,7 @@ from tidewheel_process.locked_folder import FolderError, flock, make_private, tr
 
 log = logging.getLogger(__name__)
 
-DEVICES = "devices-1"  # folder of the tables; the number is of their layout
+DEVICES = Path(f"/dev/shm/tidewheel-{os.getuid()}-devices-1")  # noqa: S108 - mode 0700; the number is of the layout
 MAX_ENGINES = 32
 JOIN_LIMIT_S = 5.0
 LOOK_S = 1.0  # between looks for engines that ended

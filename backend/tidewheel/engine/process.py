@@ -27,7 +27,6 @@ from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead, PermanentError
-from tidewheel.private_dir import shared_run_dir
 from tidewheel_process.locked_folder import try_lock
 
 log = logging.getLogger(__name__)
@@ -189,8 +188,8 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
         )
         return EXIT_LOAD_FAILED
     try:
-        linger_s, devices = arguments.linger_s, shared_run_dir() / DEVICES
-        return serve(config, engine_dir, load, identity=identity, linger_s=linger_s, devices=devices)
+        linger_s = arguments.linger_s
+        return serve(config, engine_dir, load, identity=identity, linger_s=linger_s, devices=DEVICES)
     except BlockingIOError:
         log.error("another engine runs in this folder: stop it first")
         return EXIT_CRASHED

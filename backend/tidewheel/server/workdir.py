@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.private_dir import RUN_DIR, SERVE_PREFIX, read_value, run_dir, run_dir_path, unwritable, write_value
+from tidewheel.private_dir import RUN_DIR, read_value, run_dir, run_dir_path, unwritable, write_value
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel_process import process_tree
@@ -18,6 +18,7 @@ from tidewheel_process.locked_folder import LOOK_S, is_free, is_left_over, is_ow
 
 CLUSTER = "cluster"  # folder of a cluster, whose `run` holds its servers' folders
 ENDPOINTS = "endpoints.json"
+_PREFIX = "serve-"
 _SHM_PREFIX = "tidewheel_"
 _OWNER = "owner"  # lock file beside a server's shared memory, held while the server lives
 _END_GRACE_S = 1.0  # for processes whose supervisor is gone
@@ -36,7 +37,7 @@ class WorkDir:
         self.written = self.root / "written"  # repository of the entries that `--model` makes
         self.control = self.root / "control"
         self.endpoints_file = self.root / ENDPOINTS
-        self.shm_prefix = f"{_SHM_PREFIX}{self.root.name.removeprefix(SERVE_PREFIX)}_"
+        self.shm_prefix = f"{_SHM_PREFIX}{self.root.name.removeprefix(_PREFIX)}_"
 
 
 @contextlib.contextmanager
@@ -52,7 +53,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
         try:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
             sweep(base, shared_memory)
-            folder = WorkDir(held.enter_context(new_folder(base, SERVE_PREFIX)))
+            folder = WorkDir(held.enter_context(new_folder(base, _PREFIX)))
             held.callback(remove, folder.root, shared_memory)
             folder.run.mkdir(mode=0o700)
         except OSError as error:
@@ -78,7 +79,7 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
         if is_free(marker):
             remove_shared_memory(marker.name.removesuffix(_OWNER), shared_memory, with_owner=True)
-    return [root for root in base.glob(f"{SERVE_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
+    return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
 def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
@@ -127,7 +128,7 @@ def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]
     """Return this user's running servers in `base` (None: the run directory and its cluster's)."""
     own = run_dir_path()
     bases = [own, WorkDir(own / CLUSTER).run] if base is None else [base]
-    roots = [root for folder in bases for root in sorted(folder.glob(f"{SERVE_PREFIX}*"))]
+    roots = [root for folder in bases for root in sorted(folder.glob(f"{_PREFIX}*"))]
     running = [WorkDir(root) for root in roots if is_own(root) and not is_left_over(root)]
     return [(work, ports) for work in running if (ports := read_value(work.endpoints_file, Endpoints)) is not None]
 

@@ -27,6 +27,7 @@ PreemptionMode = Literal["auto", "recompute", "swap"]
 MaxModelLen = int | Literal["auto"]
 Kind = Literal["text", "one_shot"]
 
+REMOTE = "triton"  # adapter of models that another backend serves
 MODEL_NOT_SET = "model is not set: give a folder or a Hugging Face id"
 BLOCK_SIZES = (16, 32, 64, 128)
 _AT_LEAST_ONE = (
@@ -254,6 +255,11 @@ class EngineConfig(SchedulingSettings):
             if values.get(key) and base_dir is not None and (base_dir / str(values[key])).exists():
                 values[key] = str((base_dir / str(values[key])).resolve())
         return cls(**values)
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether front ends run the batches, by calls of another model."""
+        return self.adapter == REMOTE
 
     @property
     def has_automatic_cache(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.engine.connection import Outbox
-from tidewheel.engine.messages import WHOLE_REQUEST, Cancel, Delta, to_engine_decoder
+from tidewheel.engine.messages import WHOLE_REQUEST, BatchDone, Cancel, Delta, ErrorInfo, to_engine_decoder
 from tidewheel.errors import Busy, Draining
 
 
@@ -173,3 +173,26 @@ def test_waking_after_the_end_touches_no_descriptor() -> None:
     with Path("/dev/null").open("rb", buffering=0) as successor:  # takes the number over
         assert successor.fileno() == outbox.wake_fd
         outbox.wake()
+
+
+def test_reports_of_what_ran_here_go_to_the_engine_that_asked(outbox: Outbox) -> None:
+    for key in (1, 2, 3):
+        outbox.put(key, b"")
+    error = ErrorInfo("TW-MODEL", "no")
+    outbox.put_done(1, None)  # not sent yet
+    outbox.flush(Wire().send)
+    outbox.put_done(1, None)
+    outbox.put_done(2, error)
+    outbox.flush(Wire(room=0).send)
+    wire = Wire()
+    outbox.flush(wire.send)
+    (report,) = map(to_engine_decoder.decode, wire.sent)
+    assert report == BatchDone([(1, None), (2, error)])
+    outbox.put_done(3, None)
+    outbox.lose_in_flight()
+    outbox.put_done(2, None)
+    outbox.flush(Wire(room=0).send)
+    outbox.put(4, b"")
+    wire = Wire()
+    outbox.flush(wire.send)
+    assert wire.sent == [b""]

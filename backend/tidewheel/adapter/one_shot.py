@@ -17,11 +17,11 @@ from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, PromptTooLarge
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.tensor_reader import TensorRequest
+from tidewheel.frontend.tensor_reader import RemoteCall, TensorRequest
 from tidewheel.one_shot import describe
 from tidewheel.one_shot.adapters import with_kind
-from tidewheel.one_shot.shared_tensors import PackedTensors
-from tidewheel.one_shot.signature import Signature, TensorSpec
+from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
+from tidewheel.one_shot.signature import Signature, TensorSpec, dtype_name
 from tidewheel.settings import MIB
 from tidewheel_process.process_tree import arguments
 
@@ -128,16 +128,20 @@ def _dims(spec: TensorSpec, *, has_batch: bool) -> list[int]:
     return [-1 if isinstance(dim, str) else dim for dim in spec.dims[int(has_batch) :]]
 
 
-def read_tensors(request: Any, settings: FrontendSettings, max_input_mb: int, arrival_ns: int) -> TensorRequest:
-    """Copy a Triton request's tensors. Raise `PromptTooLarge` before the copy, or `Busy` without room for it."""
+def read_tensors(
+    request: Any, settings: FrontendSettings, max_input_mb: int, arrival_ns: int, call: RemoteCall | None = None
+) -> TensorRequest:
+    """Copy a Triton request's tensors, unless `call` has them. Raise `PromptTooLarge`, before the copy, or `Busy`."""
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     size = sum(array.nbytes if array.dtype.kind != "O" else sum(map(len, array.flat)) for array in arrays.values())
     if size > max_input_mb * MIB:
         raise PromptTooLarge(f"the inputs have {size} bytes: at most {max_input_mb * MIB} are allowed (max_input_mb)")
     parameters = request_parameters(request)
+    shapes = [PackedTensor(name, dtype_name(array), array.shape, 0) for name, array in arrays.items()]
     return TensorRequest(
         request_id=request.request_id(),
-        inputs=PackedTensors.of(arrays),
+        inputs=PackedTensors.of(arrays) if call is None else PackedTensors(shapes),
+        call=call,
         parameters=(ParameterSource(origin="request parameter", values=parameters),) if parameters else (),
         arrival_ns=arrival_ns,
         traceparent=traceparent(request, settings),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
-from tidewheel.config import EngineConfig, setting_names
+from tidewheel.config import REMOTE, EngineConfig, setting_names
 from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_overrides
@@ -36,6 +37,7 @@ class ModelEntry:
     has_native_queue: bool = False  # Triton's queue sets the order
     max_batch_size: int = 0
     model_label: str = ""  # of metrics; empty: name
+    config: Mapping[str, Any] = field(default_factory=dict)  # `config.pbtxt`, as JSON
 
     @property
     def labels(self) -> dict[str, str]:
@@ -74,11 +76,12 @@ def read_entry(args: Mapping[str, str]) -> ModelEntry:
         name=args["model_name"],
         folder=folder,
         version=version,
-        parameters={key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()},
+        parameters=_parameters(config),
         model_json=read_object(folder / version / MODEL_JSON),
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         has_native_queue="dynamic_batching" in config,
         max_batch_size=int(config.get("max_batch_size", 0)),
+        config=config,
     )
 
 
@@ -104,7 +107,7 @@ def resolve_settings(entry: ModelEntry) -> ModelSettings:
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(coerce_setting("engine_of", engine_of, str)))
-    engine = _engine_config(settings, owner.folder / owner.version)
+    engine = _engine_config(settings, owner)
     return ModelSettings(
         engine=engine,
         frontend=frontend,
@@ -131,8 +134,12 @@ def check_settings(settings: Mapping[str, object]) -> None:
     _engine_config(values)
 
 
-def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None) -> EngineConfig:
-    config = EngineConfig.from_settings(with_kind(settings, base_dir), base_dir=base_dir)
+def _engine_config(settings: Mapping[str, object], owner: ModelEntry | None = None) -> EngineConfig:
+    base_dir = None if owner is None else owner.folder / owner.version
+    completed = with_kind(settings, base_dir)
+    if owner is not None and completed.get("adapter") == REMOTE:
+        completed.setdefault("adapter_options", _called_tensors(owner, str(completed["model"])))
+    config = EngineConfig.from_settings(completed, base_dir=base_dir)
     read_overrides(config.override_generation_config)  # before a model is loaded
     return config
 
@@ -166,12 +173,16 @@ def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, ob
     folder = path.parent
     if not (present := versions(folder)):
         raise ConfigError(f"model {name!r} has no version folder, such as {name}/1")
+    config, where = _read_pbtxt(path), f"{name}/{path.name}"
+    if (backend := config.get("backend", "")) != BACKEND:
+        raise ConfigError(f"{where} has backend {backend!r}: only a {BACKEND!r} model has an engine to share")
     owner = ModelEntry(
         name=name,
         folder=folder,
         version=str(present[-1]),
-        parameters=_read_pbtxt(path),
+        parameters=_parameters(config),
         model_json=read_object(folder / str(present[-1]) / MODEL_JSON),
+        config=config,
     )
     settings = _read(owner)
     _take_frontend(settings)
@@ -186,9 +197,33 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir())
 
 
-def _read_pbtxt(path: Path) -> dict[str, str]:
+def _called_tensors(owner: ModelEntry, name: str) -> dict[str, object]:
+    """Return the tensors that an entry declares, else those of the model that it calls; {} if unknown."""
+    if name == owner.name:
+        raise ConfigError(f"model is {name!r}, this entry itself: name a model of another backend")
+    config, path = owner.config, owner.folder.parent / name / "config.pbtxt"
+    if not (config.get("input") and config.get("output")) and Path(name).name == name and path.is_file():
+        config = _read_pbtxt(path)
+    if not (config.get("input") and config.get("output")):
+        return {}
+    sizes = [-1] * (int(config.get("max_batch_size", 0)) > 0)
+    return {f"{kind}s": [_tensor(tensor, sizes) for tensor in config[kind]] for kind in ("input", "output")}
+
+
+def _tensor(tensor: Mapping[str, Any], first_sizes: list[int]) -> tuple[object, ...]:
+    name, data_type = tensor["name"], str(tensor["data_type"]).removeprefix("TYPE_")
+    sizes = enumerate([*first_sizes, *map(int, tensor["dims"])])
+    dims = [f"{name}.{axis}" if size < 0 else size for axis, size in sizes]
+    return name, "BYTES" if data_type == "STRING" else data_type, dims
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()}
+
+
+def _read_pbtxt(path: Path) -> dict[str, Any]:
     # These imports bring all of gRPC.
-    from google.protobuf import text_format
+    from google.protobuf import json_format, text_format
     from tritonclient.grpc import model_config_pb2
 
     where = f"{path.parent.name}/{path.name}"
@@ -196,6 +231,4 @@ def _read_pbtxt(path: Path) -> dict[str, str]:
         config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
     except (text_format.ParseError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read: {error}") from None
-    if config.backend != BACKEND:
-        raise ConfigError(f"{where} has backend {config.backend!r}: only a {BACKEND!r} model has an engine to share")
-    return {key: value.string_value for key, value in config.parameters.items()}
+    return dict(json_format.MessageToDict(config, preserving_proto_field_name=True))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
+from tidewheel.adapter.model_calls import ModelCall
 from tidewheel.adapter.tensors import ResponseFormat
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError, printable
@@ -38,7 +39,7 @@ class TritonSink:
 
     def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
         self.format = ResponseFormat()  # set before sending
-        self.inputs: PackedTensors | None = None  # of a one-shot request, in shared memory until the end
+        self.inputs: PackedTensors | ModelCall | None = None  # of a one-shot request, discarded at the end
         self._sender = sender
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -111,7 +112,8 @@ Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[list[Any]]:
     """Return the tensors of one or more responses of Triton, with an element per sequence."""
     if (tensors := response[0].tensors) is not None:
-        return [[pb_utils.Tensor(name, array) for name, array in tensors.items()]]
+        kind = pb_utils.Tensor
+        return [[each if isinstance(each, kind) else kind(name, each) for name, each in tensors.items()]]
     if not response_format.one_by_one or len(response) == 1:
         return [_tensors(response, response_format, _arrays(response, response_format, texts))]
     # Sequences without new tokens are left out, except at the end.

@@ -11,6 +11,7 @@ import triton_python_backend_utils as pb_utils
 import tidewheel
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
+from tidewheel.adapter.model_calls import CalledModel, ModelCall
 from tidewheel.adapter.one_shot import complete_entry, read_tensors
 from tidewheel.adapter.repository_entry import load_settings
 from tidewheel.adapter.responder import TritonSink
@@ -50,6 +51,7 @@ class TritonPythonModel:
         log.info("%s: engine package %s", name, tidewheel.__file__)
         try:
             self._settings = settings = load_settings(args)
+            self._called = CalledModel(settings.engine) if settings.engine.is_remote else None
             model_dir = engine_dir(settings.owner.folder.parent, settings.owner.name)
             self._follower = Follower(model_dir, settings, choose_engine(model_dir, settings.engine), name)
         except (ConfigError, TidewheelError) as error:
@@ -90,8 +92,9 @@ class TritonPythonModel:
     def _read(self, request: Any, sink: TritonSink, arrival_ns: int) -> GenerateRequest:
         frontend, config = self._settings.frontend, self._follower.serving.target.config
         if config.kind == "one_shot":
-            asked = read_tensors(request, frontend, config.max_input_mb, arrival_ns)
-            sink.inputs = asked.inputs
+            call = None if self._called is None else ModelCall(self._called, request)
+            asked = read_tensors(request, frontend, config.max_input_mb, arrival_ns, call)
+            sink.inputs = call or asked.inputs
             return asked
         generate, sink.format = read_request(
             request,

@@ -38,7 +38,7 @@ class _HeldRequest(NamedTuple):
 class Outbox:
     """Requests until their end: held until an engine takes them, then in flight.
 
-    `put`, `put_cancel` and `wake` are thread-safe; one io thread calls the rest.
+    `put`, `put_cancel`, `put_done` and `wake` are thread-safe; one io thread calls the rest.
     """
 
     def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
@@ -52,6 +52,7 @@ class Outbox:
         self._held: dict[int, _HeldRequest] = {}
         self._in_flight: dict[int, int] = {}  # unfinished sequences by key
         self._cancelled: list[tuple[int, int]] = []  # (key, index) in flight, not yet sent
+        self._done: list[tuple[int, messages.ErrorInfo | None]] = []  # likewise
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
         """Queue a request. Raise `Busy` if too many are held, or the error given to `refuse`."""
@@ -71,6 +72,13 @@ class Outbox:
                 self._held.pop(key, None)
             if key in self._in_flight:
                 self._cancelled.append((key, index))
+                self.wake()
+
+    def put_done(self, key: int, error: messages.ErrorInfo | None) -> None:
+        """Queue the report of a request that was run here."""
+        with self._lock:
+            if key in self._in_flight:
+                self._done.append((key, error))
                 self.wake()
 
     def wake(self) -> None:
@@ -99,6 +107,8 @@ class Outbox:
         with self._lock:
             if self._cancelled and send(messages.encoder.encode(messages.Cancel(self._cancelled))):
                 self._cancelled = []
+            if self._done and send(messages.encoder.encode(messages.BatchDone(self._done))):
+                self._done = []
 
     def ended(self, deltas: Iterable[messages.Delta]) -> None:
         for delta in deltas:
@@ -112,7 +122,7 @@ class Outbox:
         with self._lock:
             lost = list(self._in_flight)
             self._in_flight.clear()
-            self._cancelled = []
+            self._cancelled, self._done = [], []
             return lost
 
     def lose_expired(self) -> list[int]:

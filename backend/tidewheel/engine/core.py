@@ -97,6 +97,14 @@ class EngineCore:
         if request is not None:
             self._deliver_ended([request])
 
+    def finish(self, request_id: str, error: TidewheelError | None) -> None:
+        """End a request that ran elsewhere; ignore unknown ids."""
+        reason = FinishReason.LENGTH if error is None else FinishReason.ERROR
+        request = self._scheduler.cancel(request_id, reason, error)
+        if request is not None:
+            request.first_token_time = self._clock()
+            self._deliver(StepOutputs([request], np.zeros(1, np.int32), None, [request]))
+
     def fail_all(self, error: TidewheelError) -> None:
         self._in_flight.clear()
         self._deliver_ended(self._scheduler.fail_all(error))
@@ -109,9 +117,10 @@ class EngineCore:
         has_turn, batch = self._arbiter.take(self._scheduler.best_class), None
         if has_turn and (batch := self._scheduler.schedule(now, self._arbiter.slice_s)) is not None:
             self._launch(batch, now)
-        worked = bool(self._in_flight)
-        for _ in range(self._num_to_complete(batch) if worked else 0):
+        worked = batch is not None
+        for _ in range(self._num_to_complete(batch) if self._in_flight else 0):
             self._complete()
+            worked = True
         if not self._in_flight:
             self._arbiter.give_back(ran=worked)
         return worked
@@ -140,7 +149,8 @@ class EngineCore:
         """Return how many steps to wait for. After a failed launch, all: a further step would read its tokens."""
         if isinstance(self._in_flight[-1].pending, _Failure):
             return len(self._in_flight)
-        return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
+        is_due = batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps
+        return int(getattr(self._in_flight[0].pending, "is_done", is_due))  # what runs elsewhere is not awaited
 
     def _complete(self) -> None:
         batch, pending, scheduled_at = self._in_flight.popleft()

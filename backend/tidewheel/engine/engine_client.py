@@ -39,6 +39,8 @@ class EngineListener(Protocol):
 
     def on_deltas(self, deltas: list[messages.Delta]) -> None: ...
 
+    def on_run(self, keys: list[int]) -> None: ...  # answered by `EngineClient.report`, once for each key
+
     def on_lost(self, keys: list[int], error: TidewheelError) -> None: ...  # with their engine
 
     def on_stats(self, stats: EngineStats) -> None: ...
@@ -146,6 +148,9 @@ class EngineClient:
     def cancel(self, key: int, index: int = messages.WHOLE_REQUEST) -> None:
         self._outbox.put_cancel(key, index)
 
+    def report(self, key: int, error: TidewheelError | None = None) -> None:
+        self._outbox.put_done(key, None if error is None else messages.ErrorInfo.of(error))
+
     def close(self) -> None:
         """End requests in flight with `on_lost`. Repeatable."""
         if self._is_closing:
@@ -246,11 +251,9 @@ class EngineClient:
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Deltas():
-                self._outbox.ended(message.deltas)
-                for tokens in message.tokens:
-                    self._notify(self._listener.on_tokens, *tokens.arrays())
-                if message.deltas:
-                    self._notify(self._listener.on_deltas, message.deltas)
+                self._take(message)
+            case messages.RunBatch():
+                self._notify(self._listener.on_run, message.keys)
             case messages.Stats():
                 self._notify(self._listener.on_stats, message.stats)
             case messages.Room():
@@ -269,6 +272,13 @@ class EngineClient:
                 self._disconnect(message.error.to_error())
             case messages.EngineFailure():
                 raise PermanentError(message.message) if message.is_permanent else ConfigError(message.message)
+
+    def _take(self, message: messages.Deltas) -> None:
+        self._outbox.ended(message.deltas)
+        for tokens in message.tokens:
+            self._notify(self._listener.on_tokens, *tokens.arrays())
+        if message.deltas:
+            self._notify(self._listener.on_deltas, message.deltas)
 
     def _disconnect(self, error: TidewheelError) -> None:
         if self._connection is None:

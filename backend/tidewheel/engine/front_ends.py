@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class FrontEnd:
     unsent: list[messages.Delta] = field(default_factory=list)
     unsent_tokens: list[messages.NewTokens] = field(default_factory=list)
     num_unsent: int = 0  # tokens among them
+    to_run: list[int] = field(default_factory=list)  # keys, for the next `RunBatch`
     received: list[int] = field(default_factory=list)  # keys since `room`
     room: WaitingRoom | None = None  # as sent
 
@@ -187,9 +188,17 @@ class FrontEnds:
             del route.front_end.request_ids[route.key]
         route.front_end.unsent.append(messages.Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
+    def run(self, request_ids: Iterable[str]) -> None:
+        """Queue orders to run requests in their front ends."""
+        for request_id in request_ids:
+            if (route := self._routes.get(request_id)) is not None:
+                route.front_end.to_run.append(route.key)
+
     def flush(self) -> None:
-        """Send each front end its output as one message. A full queue keeps the output for the next flush."""
+        """Send each front end its orders and output, a message each. A full queue keeps them for the next flush."""
         for front_end in self._by_identity.values():
+            if front_end.to_run and self.send(front_end.identity, messages.RunBatch(front_end.to_run)):
+                front_end.to_run = []
             if not front_end.unsent and not front_end.unsent_tokens:
                 continue
             if self.send(front_end.identity, messages.Deltas(front_end.unsent_tokens, front_end.unsent)):

@@ -23,7 +23,7 @@ from tidewheel.settings import MIB, shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 13
+PROTOCOL = 14
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of all sequences
@@ -67,7 +67,13 @@ class AddRequest(Message, frozen=True):
     grammar_name: str = ""  # its parameter, for messages
     end_token_ids: tuple[int, ...] = ()  # those that only the grammar's end allows
     request_id: str = ""  # the client's
-    inputs: PackedTensors | None = None  # of a one-shot request; `prompt` has a 0 for each item
+    inputs: PackedTensors | None = None  # of a one-shot request; `prompt` has a 0 for each item; may lack data
+
+
+class BatchDone(Message, frozen=True):
+    """Answer to `RunBatch`, request by request, in any order."""
+
+    ends: list[tuple[Key, ErrorInfo | None]]
 
 
 class Cancel(Message, frozen=True):
@@ -101,7 +107,7 @@ class CancelRequest(Message, frozen=True):
     number: Key
 
 
-ToEngine = Hello | AddRequest | Cancel | Ping | Drain | Goodbye | ListRequests | CancelRequest
+ToEngine = Hello | AddRequest | BatchDone | Cancel | Ping | Drain | Goodbye | ListRequests | CancelRequest
 
 
 class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
@@ -285,6 +291,12 @@ class Deltas(Message, frozen=True):
     deltas: list[Delta]
 
 
+class RunBatch(Message, frozen=True):
+    """Order to run requests whose tensors stayed in the front end."""
+
+    keys: list[int]
+
+
 class Stats(Message, frozen=True):
     stats: EngineStats
 
@@ -324,7 +336,9 @@ class CancelReply(Message, frozen=True):
     was_there: bool
 
 
-FromEngine = EngineReady | EngineFailure | Disconnection | Deltas | Stats | Room | Drain | RequestList | CancelReply
+FromEngine = (
+    EngineReady | EngineFailure | Disconnection | Deltas | RunBatch | Stats | Room | Drain | RequestList | CancelReply
+)
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -101,6 +101,7 @@ def serve(
         try:
             runner = load(config, status.progress)
             name = engine_dir.parent.name
+            devices = None if config.is_remote else devices
             arbiter = UnsharedDevice() if devices is None else share_device(config, runner.info, devices, name)
             with contextlib.closing(arbiter):
                 return _serve_loaded(config, runner, status, linger_s, arbiter)

@@ -53,7 +53,7 @@ def to_requests(
     Raise `InvalidRequest` or `Unsupported`.
     """
     checked = check_request(message, info)
-    inputs, bucket = _inputs(message, info)
+    inputs, bucket = _inputs(message, info, is_remote=config.is_remote)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
     ttl = _session_ttl(options, config)
@@ -117,9 +117,12 @@ def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
         raise InvalidRequest(f"a one-shot request of {items} items has a prompt of as many zeros, and max_tokens 1")
 
 
-def _inputs(message: AddRequest, info: EngineInfo) -> tuple[Arrays | None, str]:
+def _inputs(message: AddRequest, info: EngineInfo, *, is_remote: bool) -> tuple[Arrays | None, str]:
     if info.signature is None or message.inputs is None:
         return None, ""
+    if is_remote:
+        shapes = {each.name: each for each in message.inputs.tensors}
+        return None, info.signature.bucket(shapes, with_values=False) if info.signature.is_batched else "-"
     arrays = message.inputs.arrays
     return arrays, info.signature.bucket(arrays)
 

@@ -22,6 +22,7 @@ from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
+from tidewheel.one_shot.remote import RemoteRunner
 from tidewheel.one_shot.shared_tensors import remove_unread
 from tidewheel.request import FinishReason
 from tidewheel.runner.grammar_compiler import GrammarCompiler
@@ -68,6 +69,8 @@ class EngineServer:
         self._clock = clock
         self._listened = ListeningClock(clock)
         self._front_ends = FrontEnds(socket)
+        if isinstance(runner, RemoteRunner):
+            runner.run = self._front_ends.run
         self._scheduler = scheduler
         self._core = EngineCore(
             scheduler,
@@ -110,8 +113,8 @@ class EngineServer:
         self._beat(None)
         if self._config.debug_invariants:
             self._scheduler.check_invariants()
-        has_work = self._core.has_unfinished or self._grammars.num_waiting
-        self._arbiter.wait(self._socket, 1 if has_work else IDLE_POLL_MS)
+        is_busy = self._scheduler.num_waiting > 0 if self._config.is_remote else self._core.has_unfinished
+        self._arbiter.wait(self._socket, 1 if is_busy or self._grammars.num_waiting else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
         now, listened = self._clock(), self._listened()
@@ -189,6 +192,8 @@ class EngineServer:
         match message:
             case messages.AddRequest():
                 self._add(front_end, message)
+            case messages.BatchDone():
+                self._report(front_end, message)
             case messages.Cancel():
                 self._cancel(front_end, message)
             case messages.Ping():
@@ -295,6 +300,11 @@ class EngineServer:
             yield
         except TidewheelError as error:
             self._front_ends.end(front_end, key, FinishReason.ERROR, error)
+
+    def _report(self, front_end: FrontEnd, message: messages.BatchDone) -> None:
+        for key, error in message.ends:
+            for request_id in list(front_end.request_ids.get(key, {}).values()):
+                self._core.finish(request_id, None if error is None else error.to_error())
 
     def _cancel(self, front_end: FrontEnd, message: messages.Cancel) -> None:
         for key, index in message.sequences:

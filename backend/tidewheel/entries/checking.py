@@ -229,6 +229,7 @@ def judge_settings(entry: Entry) -> SettingsJudgement:
             parameters=parameters,
             model_json=from_json,
             max_batch_size=int(entry.parameters.get("io_dialect") == "trtllm"),  # as completed
+            config=declared_tensors(entry),
         )
         try:
             settings = resolve_settings(model)

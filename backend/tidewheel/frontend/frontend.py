@@ -11,6 +11,7 @@ Every submitted request ends its sink exactly once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -28,6 +29,7 @@ from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.request_reader import Reader
 from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.tensor_reader import TensorRequest
 from tidewheel.frontend.threads import ASKING_SHARE, SHORT_ASKING_SHARE, ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
@@ -210,6 +212,14 @@ class Frontend:
 
     def on_stats(self, stats: EngineStats) -> None:
         self.engine_stats = stats
+
+    def on_run(self, keys: list[int]) -> None:
+        for key in keys:
+            request = self._live.get(key)
+            if request is not None and isinstance(request.asked, TensorRequest) and request.asked.call is not None:
+                request.asked.call.start(functools.partial(self._engine.report, key))
+            else:
+                self._engine.report(key)  # answered meanwhile
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._gate.set_room(None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, EngineInfo, RequestStats
-from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest, TidewheelError
 from tidewheel.frontend.output import OutputChunk, Outputs, Response
 from tidewheel.frontend.request_parameters import AnyTask, GenerateRequest, parse_parameters
 from tidewheel.frontend.request_reader import PreparedRequest
@@ -18,10 +19,17 @@ from tidewheel.request import FinishReason
 from tidewheel.sampling import SamplingParams
 
 
+class RemoteCall(Protocol):
+    outputs: Arrays | None  # set before `done`, if the call succeeds
+
+    def start(self, done: Callable[[TidewheelError | None], None]) -> None: ...  # `done` is called on any thread
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRequest(GenerateRequest):
     task: AnyTask = "infer"
-    inputs: PackedTensors
+    inputs: PackedTensors  # with `call`, without data
+    call: RemoteCall | None = None  # of another model with the request's tensors, when the engine says so
 
 
 class TensorReader:
@@ -51,7 +59,7 @@ class TensorReader:
             soft_deadline_ns=options.soft_deadline_ns(arrival_ns),
             request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         )
-        return PreparedRequest(message, TensorOutputs(items, arrival_ns))
+        return PreparedRequest(message, TensorOutputs(items, arrival_ns, request.call))
 
     def close(self) -> None:
         pass
@@ -60,8 +68,9 @@ class TensorReader:
 class TensorOutputs(Outputs):
     """Outputs of a one-shot request, which come at once. Not thread-safe."""
 
-    def __init__(self, num_items: int, arrival_ns: int) -> None:
+    def __init__(self, num_items: int, arrival_ns: int, call: RemoteCall | None = None) -> None:
         self.num_input_tokens = num_items
+        self._call = call
         self._arrived_ns = arrival_ns
         self._tensors: Arrays | None = None
         self._finish_reason = ""
@@ -86,6 +95,9 @@ class TensorOutputs(Outputs):
                 self._times = msgspec.structs.replace(delta.stats, arrival_ns=self._arrived_ns)
             if delta.outputs is not None:
                 self._tensors = delta.outputs.arrays
+            elif delta.finish_reason == FinishReason.LENGTH and self._call is not None:
+                self._tensors = self._call.outputs
+            if self._tensors is not None:
                 self._finish_reason = delta.finish_reason
         return []
 

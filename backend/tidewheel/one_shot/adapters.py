@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from tidewheel.config import EngineConfig
+from tidewheel.config import REMOTE, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.one_shot.model_file import Adapter, converted
 from tidewheel.one_shot.signature import Signature
@@ -37,6 +37,7 @@ ADAPTERS: Mapping[str, AdapterKind] = MappingProxyType(
         "openvino": AdapterKind("tidewheel.one_shot.openvino_ir", "openvino", "model.xml"),
         "tensorrt": AdapterKind("tidewheel.one_shot.tensorrt_plan", "tensorrt", "model.plan"),
         "encoder": AdapterKind("tidewheel.one_shot.encoder", "", has_options=True),
+        REMOTE: AdapterKind("tidewheel.one_shot.remote", "", has_options=True),
     }
 )
 DEFAULTS: Mapping[str, object] = MappingProxyType(

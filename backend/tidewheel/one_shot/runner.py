@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from tidewheel.runner.info import RunnerInfo
 
 log = logging.getLogger(__name__)
 
-_BLOCKS_PER_ROW = 4  # more than a row holds, so that blocks are never short
+_BLOCKS_PER_ROW = 64  # so that blocks are not short while steps that ended wait for a slow one before them
 _MAX_REASON_CHARS = 300
 _NUM_MEASURED = 3  # items
 
@@ -55,14 +56,14 @@ class OneShotRunner:
         self._item_ms: list[float] = []
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> OneShotRunner:
+    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
         """Load the model. Raise `ConfigError`."""
         begin = time.monotonic()
         if progress is not None:
             progress("load", 0.0)
         adapter, signature = load_adapter(config)
-        max_items = config.max_num_batched_tokens if signature.is_batched else 1
-        num_rows = min(config.max_num_seqs, max_items)
+        max_items = config.max_num_batched_tokens if signature.is_batched or config.is_remote else 1
+        num_rows = config.max_num_seqs if config.is_remote else min(config.max_num_seqs, max_items)
         info = RunnerInfo(
             model=config.model,
             architecture=config.adapter,
@@ -172,10 +173,14 @@ class OneShotRunner:
         }
 
     def _checked(self, outputs: Arrays) -> Arrays | TidewheelError:
-        for name, array in outputs.items() if self._check_finite else ():
-            if array.dtype.kind == "f" and not _is_finite(array):
-                return NumericError(f"output {name} is not finite (NaN or infinite); only this request is affected")
-        return outputs
+        return (not_finite(outputs) if self._check_finite else None) or outputs
+
+
+def not_finite(outputs: Arrays) -> NumericError | None:
+    for name, array in outputs.items():
+        if array.dtype.kind == "f" and not _is_finite(array):
+            return NumericError(f"output {name} is not finite (NaN or infinite); only this request is affected")
+    return None
 
 
 def _item_ms(adapter: Adapter, signature: Signature) -> float:

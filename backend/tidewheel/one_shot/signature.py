@@ -117,7 +117,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
             raise InvalidRequest(f"dimension {dim} of {spec.name} is {size}: at most {sizes[-1]} is served (buckets)")
         return found
 
-    def bucket(self, inputs: Arrays) -> str:
+    def bucket(self, inputs: Mapping[str, Any], *, with_values: bool = True) -> str:
         """Return the key of requests that may be joined: padded shapes, and values of inputs without a batch."""
         parts = []
         for spec in self.inputs:
@@ -125,7 +125,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
             shape = list(self.padded(spec, array.shape))
             if spec.batch_axis is not None:
                 del shape[spec.batch_axis]
-            elif self.is_batched:
+            elif self.is_batched and with_values:
                 parts.append(blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest())
             parts.append("x".join(map(str, shape)))
         return ",".join(parts) or "-"

@@ -124,8 +124,10 @@ class RecordingScheduler(Scheduler):
         self._added(requests, now, "", evicted)
         return evicted
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
-        request = super().cancel(request_id, reason)
+    def cancel(
+        self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: TidewheelError | None = None
+    ) -> Request | None:
+        request = super().cancel(request_id, reason, error)
         self._prefixes.pop(request_id, None)
         self._recorder.write(events.CancelEvent(request_id, str(reason), request is not None))
         return request

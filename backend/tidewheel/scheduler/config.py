@@ -10,7 +10,7 @@ from tidewheel.tenants import TenantLimits
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulingSettings):
     max_model_len: int
-    max_inflight_steps: int = 1  # or 2, which overlaps host and device
+    max_inflight_steps: int = 1  # 2: the second continues rows of the first; more: each has rows of its own
     watermark: float = 0.01  # fraction of blocks that admission leaves free
     policy: str = "priority"
     least_cut_tokens: int = 16  # of a step that is cut to a slice
@@ -20,8 +20,8 @@ class SchedulerConfig(SchedulingSettings):
 
     @property
     def num_rows(self) -> int:
-        """Limit of running sequences; each needs a token of a step's token budget."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+        """Limit of running sequences; each needs a token of the token budget of its steps."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens * max(self.max_inflight_steps - 1, 1))
 
     def differs(self, other: SchedulerConfig, *names: str) -> bool:
         return any(getattr(self, name) != getattr(other, name) for name in names)

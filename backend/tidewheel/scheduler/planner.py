@@ -227,7 +227,7 @@ class StepPlanner:
         return bool(victims)
 
     def _may_make_way(self, request: Request) -> bool:
-        return self._state.policy.by_class and request.service_class is Priority.CRITICAL
+        return self._state.policy.by_class and request.service_class is Priority.CRITICAL and not request.bucket
 
     def _needs_row(self) -> bool:
         columns = self._state.columns

@@ -69,10 +69,13 @@ class Scheduler:
         self._now = now
         return self.admission.admit(requests, now)
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
+    def cancel(
+        self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: TidewheelError | None = None
+    ) -> Request | None:
         """End a request in any state and return it; None if unknown or finished."""
         request = self._state.requests.get(request_id)
         if request is not None:
+            request.error = error
             self._state.end(request, reason, self._now)
             self.admission.observe_ends([request], self._now)
         return request

@@ -59,6 +59,9 @@ class Recorder:
                     self._end(key, delta.finish_reason, "")
             self.changed.notify_all()
 
+    def on_run(self, keys: list[int]) -> None:
+        """No engine here orders that."""
+
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         with self.changed:
             self.num_losses += 1

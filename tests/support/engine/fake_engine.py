@@ -49,6 +49,7 @@ class FakeEngine:
         self.num_added = 0  # the same request again included
         self.cancelled: list[int] = []
         self.cancelled_sequences: list[tuple[int, int]] = []
+        self.reported: list[tuple[int, TidewheelError | None]] = []
         self.refusal: TidewheelError | None = None
         self.refused: Counter[str] = Counter()
         self._changed = threading.Condition()
@@ -68,6 +69,9 @@ class FakeEngine:
         with self._changed:
             self.refused[tenant] += count
             self._changed.notify_all()
+
+    def report(self, key: int, error: TidewheelError | None = None) -> None:
+        self.reported.append((key, error))
 
     def cancel(self, key: int, index: int = WHOLE_REQUEST) -> None:
         with self._changed:

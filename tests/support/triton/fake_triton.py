@@ -51,8 +51,19 @@ class InferenceResponse:
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
 
+    def has_error(self) -> bool:
+        return self._error is not None
+
     def error(self) -> TritonError | None:
         return self._error
+
+
+TRITONSERVER_MEMORY_CPU = 0
+
+
+class PreferredMemory:
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int) -> None:
+        self.place = preferred_memory_type, preferred_device_id
 
 
 class InferenceResponseSender:

@@ -52,9 +52,9 @@ TEXT = "a tuple is the file of an index to open and close in when it returns eac
 Send = Callable[[Sequence[str], int], StreamsRun]
 
 
-def texts(number: int, count: int) -> list[str]:
-    """Return prompts that no other round has."""
-    chance = random.Random(f"{number} {count}")
+def texts(turn: str, count: int) -> list[str]:
+    """Return prompts that no other turn has, so that none is cached."""
+    chance = random.Random(f"{turn} {count}")
     return [" ".join(chance.choices(TEXT.split(), k=PROMPT_WORDS)) for _ in range(count)]
 
 
@@ -80,12 +80,12 @@ def search(model: Path, options: argparse.Namespace, condition: Condition) -> di
         rates = found[settings] = {}
         with llama_server(options.llama_server, model, settings) as server:
             send = over_http(server.address, LlamaDialect())
-            send(texts(-1, 1), WARM_UP_TOKENS)
+            send(texts("warm up", 1), WARM_UP_TOKENS)
             with condition():
                 for count in options.streams:
                     if count > settings.slots or is_hopeless(rates, found.values()):
                         break
-                    rates[count] = round(send(texts(0, count), SEARCH_TOKENS).figures["tokens_per_s"], 1)
+                    rates[count] = round(send(texts("search", count), SEARCH_TOKENS).figures["tokens_per_s"], 1)
         print(condition.name, " ".join(settings.flags()), rates, flush=True)
     return found
 
@@ -126,7 +126,7 @@ def compare(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         to_peer = {one: over_http(peer.address, LlamaDialect()) for one, peer in peers.items()}
         for send in (*sends.values(), *to_peer.values()):
             for count in options.streams:
-                send(texts(-2, count), WARM_UP_TOKENS)
+                send(texts("first", count), WARM_UP_TOKENS)
         figures = take_turns(dict(turns(sends, to_peer, best, options)), options.rounds)
         memory = {OURS: memory_mib(server.process.pid), PEER: peer_memory(peers)}
     return report(model, options, figures) | {
@@ -152,9 +152,12 @@ def turns(
     for condition, by_streams in best.items():
         for count, settings in by_streams.items():
             for name, send in (*sends.items(), (PEER, to_peer[settings])):
+                turn = Turn(condition, count, name)
                 yield (
-                    Turn(condition, count, name),
-                    lambda number, send=send, count=count: send(texts(number, count), options.tokens),
+                    turn,
+                    lambda number, send=send, turn=turn: send(
+                        texts(f"{turn.condition.name} {number}", turn.streams), options.tokens
+                    ),
                 )
 
 

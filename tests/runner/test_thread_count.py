@@ -33,6 +33,20 @@ def test_long_steps_run_in_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_numbers == [1, 2, 1]
 
 
+def test_threads_with_a_processor_each_stay_whatever_waits() -> None:
+    threads = StepThreads(2)
+    assert threads.observe(ProcessorUse(used=1.4, idle=0.2, waited=0.5)) == 2 and not threads.are_late
+
+
+def test_a_fixed_number_stays_and_is_late_until_threads_work_undisturbed() -> None:
+    threads = StepThreads(2, is_fixed=True)
+    assert threads.observe(ProcessorUse(used=1.0, idle=0.0, waited=0.9)) == 2 and threads.are_late
+    threads.observe(ProcessorUse(used=0.1, idle=0.9, waited=0.0))  # requests pause
+    assert threads.are_late
+    threads.observe(ProcessorUse(used=1.9, idle=0.0, waited=0.1))
+    assert not threads.are_late
+
+
 def test_one_thread_stays_whatever_waits() -> None:
     assert StepThreads(1).observe(ProcessorUse(used=0.2, idle=0.0, waited=3.0)) == 1
 

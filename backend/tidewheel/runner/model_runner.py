@@ -86,7 +86,7 @@ class ModelRunner:
         self._weights: WeightVariant = "full"
         self._graphs_of: dict[WeightVariant, StepGraphs] = {}
         self._claim: MemoryClaim | None = None  # ends with the runner
-        self._threads: StepThreads | None = None  # None: a fixed number
+        self._threads: StepThreads | None = None  # if there are several
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
@@ -109,8 +109,8 @@ class ModelRunner:
             info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
         )
         runner._claim = parts.claim
-        if accelerator is None and config.num_threads is None and torch.get_num_threads() > 1:
-            runner._threads = StepThreads(torch.get_num_threads())
+        if accelerator is None and torch.get_num_threads() > 1:
+            runner._threads = StepThreads(torch.get_num_threads(), is_fixed=config.num_threads is not None)
         return runner
 
     @classmethod

@@ -174,14 +174,14 @@ def _may_use_tiles() -> bool:
 
 def _loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    runtimes = _thread_runtimes()
+    runtimes = thread_runtimes()
     if len(runtimes) > 1:
         # Two thread pools would compete for cores.
         raise NativeUnavailable(f"torch does not share its OpenMP runtime ({', '.join(sorted(runtimes))})")
     return library
 
 
-def _thread_runtimes() -> set[str]:
+def thread_runtimes() -> set[str]:
     try:
         lines = MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

@@ -171,7 +171,7 @@ def test_request_parameters_are_those_of_every_model(served: Server) -> None:
 def test_figures_are_published(served: Server) -> None:
     infer(served, tritonclient.grpc, "scaled", {"x": np.ones((1, 4), np.float32)}, "y")
     wait_for(lambda: served.metric("tidewheel_engine_ready", model_name="scaled") == 1, 30, "the engine's figures")
-    assert served.metric("vllm:request_success_total", model_name="scaled") > 0
+    wait_for(lambda: served.metric("vllm:request_success_total", model_name="scaled") > 0, 30, "the request's")
 
 
 def test_a_killed_engine_costs_its_requests_alone(served: Server) -> None:

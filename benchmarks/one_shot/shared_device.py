@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Iterator, Mapping
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,19 @@ async def measure(place: TargetEndpoint, users: Mapping[str, int], options: argp
     for kind, run in runs.items():
         if failed := [one.error for one in run.outcomes if one.error]:
             raise RuntimeError(f"{len(failed)} requests of {kind} failed: {failed[0]}")
-    gaps = [gap for one in runs["text"].outcomes if one.sent > SETTLE_S for gap in one.inter_token_latencies()]
+    gaps = [gap for one in runs["text"].outcomes for gap in settled_gaps(one)]
     rates = {f"{kind}_per_s": per_second(run.outcomes, options.seconds) for kind, run in runs.items()}
-    return {"gap_p50_s": quantile(gaps, 0.5), "gap_p99_s": quantile(gaps, 0.99), "gap_max_s": max(gaps), **rates}
+    return {
+        "gap_p50_s": quantile(gaps, 0.5),
+        "gap_p99_s": quantile(gaps, 0.99),
+        "gap_max_s": quantile(gaps, 1.0),
+        **rates,
+    }
+
+
+def settled_gaps(outcome: RequestOutcome) -> list[float]:
+    chunks = [(time, count) for time, count in outcome.chunks if outcome.sent + time > SETTLE_S]
+    return [(now - before) / count for (before, _), (now, count) in pairwise(chunks) for _ in range(count)]
 
 
 def per_second(outcomes: list[RequestOutcome], seconds: float) -> float:

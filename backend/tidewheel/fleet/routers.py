@@ -10,7 +10,7 @@ import numpy as np
 
 from tidewheel.batch import BoolArray, Float64Array, RowArray
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.prefix_index import PrefixIndex
+from tidewheel.fleet.prefix_index import MAX_KNOWN, PrefixIndex
 from tidewheel.fleet.router import LOAD_FACTOR, RoutedRequest, Router, RouteRequest, T, load_bound
 from tidewheel.request import Priority
 
@@ -106,9 +106,10 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
     ones go where the fewest prompt tokens precede their first token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
         super().__init__()
-        self.prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex(max_known)
+        self._max_sessions = max_sessions
         self._homes: dict[str, T] = {}  # session → last replica, in LRU order
         self._unstarted: dict[int, set[int]] = {}  # slot → stamps of requests with uncomputed prompts
 
@@ -190,7 +191,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         if request.session:
             self._homes.pop(request.session, None)
             self._homes[request.session] = replica
-            if len(self._homes) > MAX_SESSIONS:
+            if len(self._homes) > self._max_sessions:
                 del self._homes[next(iter(self._homes))]
         return routed
 

@@ -125,7 +125,7 @@ class PrefixCache:
         return hit if session is None else self._with_session(hit, session, request)
 
     def estimate(self, request: Request) -> int:
-        """Estimate `num_tokens` of `find`'s result by binary search: blocks rarely outlive their predecessors."""
+        """Return about how many prompt tokens are cached, by binary search: a block rarely outlives one before it."""
         if not self.is_enabled:
             return 0
         limit = self._extend(request)

@@ -158,7 +158,10 @@ class KVTensors:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """View by block [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], or [..., bytes] of int8."""
+        """Return a view with blocks first: [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim].
+
+        An int8 cache has [num_blocks, 2 * num_layers, bytes]: codes, then scales.
+        """
         return self._tensor.flatten(0, 1).transpose(0, 1)
 
     def largest(self) -> torch.Tensor:

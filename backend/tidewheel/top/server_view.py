@@ -161,7 +161,7 @@ class RequestLine(RequestRow, frozen=True, array_like=False, kw_only=True):
 
 
 def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[ClassLine]:
-    """Return a line per class, whose `running` is None without `requests`."""
+    """Return a line for each class. `running` counts its running `requests`; None if they are not known."""
     running = None if requests is None else Counter(one.priority for one in requests if one.state == "running")
     return [
         read(ClassLine, change, labels={"class": name}, name=name, running=None if running is None else running[name])

@@ -87,7 +87,10 @@ def _scale_product(config: LaunchConfig, width: int, has_bias: bool) -> KernelLa
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rounded rows, padded to a `multiple` with any values, and their scales."""
+    """Return x [num_rows, width] rounded to `dtype`, and a float32 scale for each row [num_rows, 1].
+
+    The number of rounded rows is raised to a multiple of `multiple`; rows beyond num_rows are not written.
+    """
     num_rows, width = x.shape
     out = torch.empty(cdiv(num_rows, multiple) * multiple, width, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

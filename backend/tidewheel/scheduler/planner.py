@@ -206,7 +206,7 @@ class StepPlanner:
         return num_slots <= 0.0
 
     def _note_missing(self, request: Request, hit: PrefixHit, num_missing: int | None = None) -> None:
-        """Record that the request waits for blocks. `num_missing`: None counts them from its tokens and the reserve."""
+        """Record that the request waits for blocks (`num_missing`; None: counted from its tokens and the reserve)."""
         kv, num_free = self._state.kv, self._state.kv.num_free_blocks
         if num_missing is None:
             keep_free = self._plan.num_blocks_kept(self._state.columns.num_running)

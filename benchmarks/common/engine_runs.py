@@ -109,6 +109,7 @@ class EndingTokens(NamedTuple):
     pending: PendingTokens
     batch: ScheduledBatch
     last_positions: Int64Array
+    is_done: None = None
 
     def wait(self) -> SampledTokens:
         sampled = self.pending.wait()

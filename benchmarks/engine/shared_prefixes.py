@@ -95,6 +95,7 @@ class ModelledStep(NamedTuple):
     clock: ManualClock
     sampled: SampledTokens
     end: float
+    is_done: None = None
 
     def wait(self) -> SampledTokens:
         self.clock.wait_until(self.end)

@@ -209,6 +209,8 @@ class SmallDevice(FakeRunner):
 
 
 class LateFailure:
+    is_done = None
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 

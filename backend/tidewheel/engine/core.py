@@ -25,6 +25,9 @@ Deliver = Callable[[StepOutputs], None]
 
 
 class PendingTokens(Protocol):
+    @property
+    def is_done(self) -> bool | None: ...  # None: unknown, for a step of this device
+
     def wait(self) -> SampledTokens: ...
 
 
@@ -42,6 +45,7 @@ class _StepInFlight(NamedTuple):
 
 class _Failure(NamedTuple):
     error: Exception
+    is_done: bool = True
 
     def wait(self) -> NoReturn:
         raise self.error
@@ -149,8 +153,9 @@ class EngineCore:
         """Return how many steps to wait for. After a failed launch, all: a further step would read its tokens."""
         if isinstance(self._in_flight[-1].pending, _Failure):
             return len(self._in_flight)
+        is_done = self._in_flight[0].pending.is_done
         is_due = batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps
-        return int(getattr(self._in_flight[0].pending, "is_done", is_due))  # what runs elsewhere is not awaited
+        return int(is_due if is_done is None else is_done)  # what runs elsewhere is not awaited
 
     def _complete(self) -> None:
         batch, pending, scheduled_at = self._in_flight.popleft()

@@ -25,6 +25,8 @@ _NUM_MEASURED = 3  # items
 
 
 class FinishedRun:
+    is_done = True
+
     def __init__(self, tokens: SampledTokens) -> None:
         self._tokens = tokens
 

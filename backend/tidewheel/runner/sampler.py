@@ -97,6 +97,8 @@ def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan
 class PendingStep:
     """Launched step. Copies to the host are queued at launch: the next step may overwrite its tensors."""
 
+    is_done = None
+
     def __init__(
         self,
         batch: ScheduledBatch,

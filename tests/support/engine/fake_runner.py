@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class PendingTokens:
     runner: FakeRunner
     sampled: SampledTokens
     holders: dict[int, set[Row]]  # of the blocks that the batch names
+    is_done: ClassVar[None] = None
 
     def wait(self) -> SampledTokens:
         """Return the tokens; batches end in the order of their launch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 from support.engine.fake_runner import POISON, FakeRunner
 from tidewheel.batch import SampledTokens, ScheduledBatch
@@ -19,6 +20,7 @@ class LatePending:
     batch: ScheduledBatch
     is_again: bool  # rows and transfers were taken over the first time
     fails: bool
+    is_done: ClassVar[None] = None
 
     def wait(self) -> SampledTokens:
         return self.runner.finish(self)

@@ -37,6 +37,8 @@ def slowed_by(seconds: float, file: Path) -> dict[str, str]:
 
 
 class SlowTokens:
+    is_done = None
+
     def __init__(self, pending: PendingTokens, seconds: float) -> None:
         self._pending, self._seconds = pending, seconds
 

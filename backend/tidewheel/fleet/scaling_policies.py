@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.errors import ConfigError
@@ -180,14 +179,12 @@ class OngoingRequestScaling:
         return self._hysteresis.settle(state, ReplicaNeed(wanted, wanted), self._settings.scale_down_after_s)
 
 
-SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = MappingProxyType(
-    {
-        "reactive": ReactiveScaling,
-        "predictive": PredictiveScaling,
-        "queue-depth": QueueDepthScaling,
-        "ongoing": OngoingRequestScaling,
-    }
-)
+SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = {
+    "reactive": ReactiveScaling,
+    "predictive": PredictiveScaling,
+    "queue-depth": QueueDepthScaling,
+    "ongoing": OngoingRequestScaling,
+}
 
 
 def check_scaling(name: str) -> None:

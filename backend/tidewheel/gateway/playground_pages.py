@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 from aiohttp import web
@@ -14,16 +14,14 @@ from tidewheel.errors import BY_TAG, cause_and_remedy
 ROOT, PAGE = "/", "/playground"
 FOLDER = Path(__file__).with_name("playground")
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-HEADERS = MappingProxyType(
-    {
-        # Only this gateway's files, no inline script, no frame around.
-        "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-)
+HEADERS: Mapping[str, str] = {
+    # Only this gateway's files, no inline script, no frame around.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 def routes() -> list[web.RouteDef]:

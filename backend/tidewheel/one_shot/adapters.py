@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -29,23 +28,19 @@ class AdapterKind(NamedTuple):
     has_options: bool = False
 
 
-ADAPTERS: Mapping[str, AdapterKind] = MappingProxyType(
-    {
-        "onnxruntime": AdapterKind("tidewheel.one_shot.onnx_runtime", "onnx", "model.onnx"),
-        "torch_export": AdapterKind("tidewheel.one_shot.torch_export", "", "model.pt2", has_options=True),
-        "torch_script": AdapterKind("tidewheel.one_shot.torch_program", "", "model.pt", has_options=True),
-        "openvino": AdapterKind("tidewheel.one_shot.openvino_ir", "openvino", "model.xml"),
-        "tensorrt": AdapterKind("tidewheel.one_shot.tensorrt_plan", "tensorrt", "model.plan"),
-        "encoder": AdapterKind("tidewheel.one_shot.encoder", "", has_options=True),
-        REMOTE: AdapterKind("tidewheel.one_shot.remote", "", has_options=True),
-    }
-)
-DEFAULTS: Mapping[str, object] = MappingProxyType(
-    {
-        "kind": "one_shot", "enable_prefix_caching": False, "cache_aware_order": False, "async_scheduling": False,
-        "admit_by_growth": False, "max_num_seqs": 32, "max_num_batched_tokens": 32,
-    }
-)  # fmt: skip
+ADAPTERS: Mapping[str, AdapterKind] = {
+    "onnxruntime": AdapterKind("tidewheel.one_shot.onnx_runtime", "onnx", "model.onnx"),
+    "torch_export": AdapterKind("tidewheel.one_shot.torch_export", "", "model.pt2", has_options=True),
+    "torch_script": AdapterKind("tidewheel.one_shot.torch_program", "", "model.pt", has_options=True),
+    "openvino": AdapterKind("tidewheel.one_shot.openvino_ir", "openvino", "model.xml"),
+    "tensorrt": AdapterKind("tidewheel.one_shot.tensorrt_plan", "tensorrt", "model.plan"),
+    "encoder": AdapterKind("tidewheel.one_shot.encoder", "", has_options=True),
+    REMOTE: AdapterKind("tidewheel.one_shot.remote", "", has_options=True),
+}
+DEFAULTS: Mapping[str, object] = {
+    "kind": "one_shot", "enable_prefix_caching": False, "cache_aware_order": False, "async_scheduling": False,
+    "admit_by_growth": False, "max_num_seqs": 32, "max_num_batched_tokens": 32,
+}  # fmt: skip
 
 
 def with_kind(settings: Mapping[str, object], folder: Path | None = None) -> dict[str, object]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.request import Request
@@ -18,10 +17,6 @@ class Policy(NamedTuple):
     by_tenant: bool = False  # fair turns
     by_arrival: bool = False  # within a class; cached prefixes may go first
     by_cache: bool = False  # needs `num_cached_tokens` at arrival
-
-
-def _output_left(request: Request) -> OrderKey:
-    return (request.service_class, max(request.predicted_output_tokens - request.num_output_tokens, 0.0))
 
 
 def _due(request: Request) -> OrderKey:
@@ -45,16 +40,14 @@ def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached
     return compute / (num_prompt_tokens * output + output * output / 2.0)
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {
-        "fifo": Policy(lambda _: (), level_parts=0, by_class=False, by_arrival=True),
-        "priority": Policy(lambda request: (request.service_class,), by_arrival=True),
-        "sjf": Policy(_output_left),
-        "deadline": Policy(_due, level_parts=2),
-        "fair": Policy(lambda request: (request.service_class,), by_tenant=True, by_arrival=True),
-        "density": Policy(_density, by_cache=True),
-    }
-)
+POLICIES: Mapping[str, Policy] = {
+    "fifo": Policy(lambda _: (), level_parts=0, by_class=False, by_arrival=True),
+    "priority": Policy(lambda request: (request.service_class,), by_arrival=True),
+    "sjf": Policy(lambda one: (one.service_class, max(one.predicted_output_tokens - one.num_output_tokens, 0.0))),
+    "deadline": Policy(_due, level_parts=2),
+    "fair": Policy(lambda request: (request.service_class,), by_tenant=True, by_arrival=True),
+    "density": Policy(_density, by_cache=True),
+}
 
 
 def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Rank:

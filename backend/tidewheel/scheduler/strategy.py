@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.config import SchedulingSettings
@@ -132,12 +131,10 @@ class PredictiveStrategy(Strategy):
         return min(view.num_waiting, num_places)
 
 
-STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
-    {
-        "continuous": ContinuousStrategy,
-        "static": StaticStrategy,
-        "dynamic": DynamicStrategy,
-        "predictive": PredictiveStrategy,
-        "hybrid": HybridStrategy,
-    }
-)
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    "continuous": ContinuousStrategy,
+    "static": StaticStrategy,
+    "dynamic": DynamicStrategy,
+    "predictive": PredictiveStrategy,
+    "hybrid": HybridStrategy,
+}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -45,8 +44,8 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
     return math.ceil(factor * (num_requests + 1) / num_replicas)
 
 
-class Router(ABC, Generic[T]):
-    """Chooser of a replica for each request. A request is open from `chosen` to `ended`.
+class Router(Generic[T]):
+    """Chooser of a replica for each request, here of the least loaded. A request is open from `chosen` to `ended`.
 
     A slot is a replica's index in the arrays, from `join` to `leave`; a free slot has infinite `num_open` and
     `waiting`.
@@ -94,9 +93,9 @@ class Router(ABC, Generic[T]):
     def _learn(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
         """Hook of subclasses, called at a request's first token and at its end."""
 
-    @abstractmethod
-    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
         """Return a replica, or None if all are excluded. Does not count the request."""
+        return self.least_open(excluded)
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
         """Count a request at the replica to which it was sent."""

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -70,11 +69,6 @@ class RoundRobinRouter(Router[T]):
         order = list(self.slots)
         self._next = (order.index(replica) + 1) % len(order)
         return super().chosen(request, replica)
-
-
-class LeastLoadedRouter(Router[T]):
-    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
-        return self.least_open(excluded)
 
 
 class SessionAffinityRouter(Router[T]):
@@ -213,14 +207,12 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
             self.prefixes.forget_until(slot, stamp)
 
 
-ROUTERS: Mapping[str, Callable[[], Router[Any]]] = MappingProxyType(
-    {
-        "round-robin": RoundRobinRouter,
-        "least-loaded": LeastLoadedRouter,
-        "session-affinity": SessionAffinityRouter,
-        "prefix-aware": PrefixAwareRouter,
-    }
-)
+ROUTERS: Mapping[str, Callable[[], Router[Any]]] = {
+    "round-robin": RoundRobinRouter,
+    "least-loaded": Router,
+    "session-affinity": SessionAffinityRouter,
+    "prefix-aware": PrefixAwareRouter,
+}
 
 
 def check_router(name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tidewheel.adapter.repository_entry import read_entry, resolve_settings, versions
-from tidewheel.adapter.tensors import request_parameters, traceparent
+from tidewheel.adapter.tensors import DeclaredSpec, add_missing, request_parameters, traceparent
 from tidewheel.config import EngineConfig
 from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, PromptTooLarge
@@ -21,7 +21,7 @@ from tidewheel.frontend.tensor_reader import RemoteCall, TensorRequest
 from tidewheel.one_shot import describe
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
-from tidewheel.one_shot.signature import Signature, TensorSpec, dtype_name
+from tidewheel.one_shot.signature import Signature, dtype_name
 from tidewheel.settings import MIB
 from tidewheel_process.process_tree import arguments
 
@@ -54,7 +54,6 @@ def find_entry(model: str, server_pid: int) -> Path | None:
 
 
 def is_one_shot(folder: Path, version: str, settings: Mapping[str, object]) -> bool:
-    """Return whether an entry's files or settings name an adapter."""
     return "engine_of" not in settings and bool(with_kind(settings, folder / version).get("adapter"))
 
 
@@ -81,18 +80,7 @@ def complete(config: Any, signature: Signature) -> Any:
     entry = config.as_dict()
     for _, message in contradictions(entry, signature):
         raise ConfigError(message)
-    has_batch = int(entry.get("max_batch_size", 0)) > 0
-    for kind, specs, add in (
-        ("input", signature.inputs, config.add_input),
-        ("output", signature.outputs, config.add_output),
-    ):
-        declared = {tensor["name"] for tensor in entry[kind]}
-        for spec in specs:
-            if spec.name not in declared:
-                add({"name": spec.name, "data_type": _data_type(spec), "dims": _dims(spec, has_batch=has_batch)})
-    if "model_transaction_policy" not in entry:
-        config.set_model_transaction_policy({"decoupled": False})
-    return config
+    return add_missing(config, _declared(entry, signature), optional={}, decoupled=False)
 
 
 def contradictions(entry: Mapping[str, Any], signature: Signature) -> Iterator[tuple[str, str]]:
@@ -100,32 +88,38 @@ def contradictions(entry: Mapping[str, Any], signature: Signature) -> Iterator[t
     size, specs = int(entry.get("max_batch_size", 0)), (*signature.inputs, *signature.outputs)
     if size and any(spec.batch_axis != 0 or len(spec.dims) < 2 for spec in specs):
         yield "max_batch_size", f"max_batch_size is {size}, and not all tensors begin with a batch: leave it out"
-    for kind, known in (("input", signature.inputs), ("output", signature.outputs)):
+    for kind, known in _declared(entry, signature).items():
         by_name = {spec.name: spec for spec in known}
         for tensor in entry[kind]:
             name = tensor["name"]
-            if message := _refusal(tensor, by_name, has_batch=size > 0):
+            if message := _refusal(tensor, by_name):
                 yield f"{kind}.{name}", f"{kind} {name!r} of config.pbtxt {message}"
 
 
-def _refusal(tensor: Mapping[str, Any], known: Mapping[str, TensorSpec], *, has_batch: bool) -> str:
-    spec = known.get(tensor["name"])
+def _refusal(tensor: Mapping[str, Any], known: Mapping[str, DeclaredSpec]) -> str:
+    spec, dims = known.get(tensor["name"]), tensor["dims"]
     if spec is None:
         return f"is not in the model, which has {', '.join(known)}: leave it out"
-    data_type, dims = _data_type(spec), _dims(spec, has_batch=has_batch)
-    pairs = zip(tensor["dims"], dims, strict=False)
-    is_right = all(one == other or -1 in (one, other) for one, other in pairs)
-    if tensor["data_type"] == data_type and len(tensor["dims"]) == len(dims) and is_right:
+    is_right = all(one == other or -1 in (one, other) for one, other in zip(dims, spec.dims, strict=False))
+    if tensor["data_type"] == spec.data_type and len(dims) == len(spec.dims) and is_right:
         return ""
-    return f"is {tensor['data_type']} {list(tensor['dims'])}: the model has {data_type} {dims}"
+    return f"is {tensor['data_type']} {list(dims)}: the model has {spec.data_type} {list(spec.dims)}"
 
 
-def _data_type(spec: TensorSpec) -> str:
-    return "TYPE_STRING" if spec.dtype == "BYTES" else f"TYPE_{spec.dtype}"
-
-
-def _dims(spec: TensorSpec, *, has_batch: bool) -> list[int]:
-    return [-1 if isinstance(dim, str) else dim for dim in spec.dims[int(has_batch) :]]
+def _declared(entry: Mapping[str, Any], signature: Signature) -> dict[str, list[DeclaredSpec]]:
+    """Return the tensors as an entry declares them: without the batch dimension if `max_batch_size` stands for it."""
+    first = int(int(entry.get("max_batch_size", 0)) > 0)
+    return {
+        kind: [
+            DeclaredSpec(
+                spec.name,
+                "TYPE_STRING" if spec.dtype == "BYTES" else f"TYPE_{spec.dtype}",
+                tuple(-1 if isinstance(dim, str) else dim for dim in spec.dims[first:]),
+            )
+            for spec in specs
+        ]
+        for kind, specs in (("input", signature.inputs), ("output", signature.outputs))
+    }
 
 
 def read_tensors(

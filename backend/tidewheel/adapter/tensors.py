@@ -24,8 +24,6 @@ _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """Requested optional output tensors, and their form."""
-
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False
@@ -120,16 +118,21 @@ def complete(config: Any) -> Any:
     is_trtllm = _is_trtllm(entry)
     size = int(entry.get("max_batch_size", 0))
     config.set_max_batch_size(size or int(is_trtllm))  # with a batch dimension, above 0
-    for kind, specs in _known(is_trtllm=is_trtllm).items():
+    return add_missing(config, _known(is_trtllm=is_trtllm), optional={"optional": True}, decoupled=True)
+
+
+def add_missing(
+    config: Any, specs: Mapping[str, Iterable[DeclaredSpec]], *, optional: Mapping[str, bool], decoupled: bool
+) -> Any:
+    """Add the specs of undeclared inputs (with the fields `optional`) and outputs, and a transaction policy."""
+    entry = config.as_dict()
+    for kind, add, others in (("input", config.add_input, optional), ("output", config.add_output, {})):
         declared = {tensor["name"] for tensor in entry[kind]}
-        for spec in specs:
-            tensor = {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
-            if spec.name not in declared and kind == "input":
-                config.add_input({**tensor, "optional": True})
-            elif spec.name not in declared:
-                config.add_output(tensor)
+        for spec in specs[kind]:
+            if spec.name not in declared:
+                add({"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims), **others})
     if "model_transaction_policy" not in entry:
-        config.set_model_transaction_policy({"decoupled": True})
+        config.set_model_transaction_policy({"decoupled": decoupled})
     return config
 
 

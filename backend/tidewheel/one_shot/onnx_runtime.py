@@ -12,11 +12,12 @@ import onnxruntime
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.one_shot.model_file import Adapter, tensor_spec
-from tidewheel.one_shot.signature import Array, Arrays, Signature, TensorSpec
+from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
 
 _CUDA = "CUDAExecutionProvider"
 _QUIET = 3  # errors alone
 _KINDS = {"float": "float32", "double": "float64", "string": "object"}  # others have numpy's names
+_decoded = np.vectorize(bytes.decode, otypes=[np.object_])
 
 
 def load(path: Path, config: EngineConfig) -> Adapter:
@@ -43,7 +44,3 @@ def load(path: Path, config: EngineConfig) -> Adapter:
         return dict(zip(outputs, session.run(outputs, feeds), strict=True))
 
     return Adapter(signature, "cuda" if use_cuda else f"cpu ({num_threads} threads)", path.stat().st_size, run)
-
-
-def _decoded(array: Array) -> Array:
-    return np.array([text.decode() for text in array.flat], np.object_).reshape(array.shape)

@@ -263,7 +263,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
     return environment
 
 
@@ -274,7 +274,3 @@ def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = Non
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().astimezone().strftime(form)

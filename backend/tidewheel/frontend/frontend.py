@@ -76,7 +76,8 @@ class Frontend:
         self._prompts = PromptQueue(reader.max_prompt_bytes, NUM_TOKENIZERS)
         self._senders = ResponseSenders(self._settings, self._live, self._columns, self._answer, info.pid)
         share = ASKING_SHARE if info.signature is None else SHORT_ASKING_SHARE
-        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=self._poll_interval_s, share=share)
+        cancel = functools.partial(self._end, ending=Ending(FinishReason.CANCELLED))
+        self._watcher = Watcher(self._live, cancel, self._expire, interval_s=self._poll_interval_s, share=share)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     @property
@@ -254,9 +255,6 @@ class Frontend:
             self._gate.forget(request.key)
         self._send_held()  # room may have appeared since
         return True
-
-    def _cancel(self, request: LiveRequest) -> None:
-        self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
         """End a request past its deadline; give an engine that knows the request `_DEADLINE_GRACE_NS` to end it."""

@@ -31,8 +31,6 @@ class Generation(NamedTuple):
 
 
 class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New output of one sequence, for a response."""
-
     text: str
     token_ids: list[int] = []
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids

@@ -17,7 +17,6 @@ from tidewheel.frontend.coercion import INPUT_TENSOR, Coercion, ParameterSource,
 from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, find_grammar
 from tidewheel.grammar import Grammar
 from tidewheel.parameters import Parameter, ParameterField, fields_of
-from tidewheel.request import Priority
 from tidewheel.request_options import PromptOptions, RequestOptions, to_priority
 from tidewheel.sampling import SamplingParams
 from tidewheel.settings import nearest
@@ -78,15 +77,6 @@ ALIASES = {
 }
 
 
-def _to_priority(name: str, value: object) -> Priority:
-    return to_priority(name, coercion.to_int(name, value))
-
-
-def _to_seed(name: str, value: object) -> int | None:
-    seed = coercion.to_int(name, value)
-    return None if seed == -1 else seed
-
-
 def _to_allowed(name: str, value: object) -> tuple[int, ...]:
     allowed = coercion.to_ints(name, value)
     if not allowed:
@@ -103,10 +93,12 @@ def _to_grammar(name: str, value: object) -> Grammar:
 _BY_KIND: Mapping[str, Coercion] = {
     "integer": coercion.to_int, "number": coercion.to_float, "true or false": coercion.to_bool,
     "text": coercion.to_text, "list of texts": coercion.to_texts, "list of token ids": coercion.to_ints,
-    "object of token id to number": coercion.to_bias, "priority": _to_priority, "grammar": _to_grammar,
+    "object of token id to number": coercion.to_bias, "grammar": _to_grammar,
+    "priority": lambda name, value: to_priority(name, coercion.to_int(name, value)),
 }  # fmt: skip
 COERCIONS: Mapping[str, Coercion] = {name: _BY_KIND[field.kind] for name, field in FIELDS.items()} | {
-    "seed": _to_seed, "allowed_token_ids": _to_allowed,
+    "seed": lambda name, value: None if (seed := coercion.to_int(name, value)) == -1 else seed,
+    "allowed_token_ids": _to_allowed,
 }  # fmt: skip
 
 
@@ -116,9 +108,6 @@ class AbsentFeature(NamedTuple):
     reason: str
     neutral: Sequence[object] = ("", False, [])  # beside null
     is_whole: bool = False  # the reason is the whole message, which clients of Triton's vLLM backend compare
-
-    def is_neutral(self, value: object) -> bool:
-        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
 
 
 _absent = tomllib.loads(Path(__file__).with_name("absent_parameters.toml").read_text(encoding="utf-8"))["absent"]
@@ -239,7 +228,7 @@ def _is_neutral(key: str, raw: object) -> bool:
     feature = ABSENT.get(key)
     if feature is None:
         raise InvalidRequest(_unknown(key))
-    if not feature.is_neutral(raw):
+    if not any(raw == known and isinstance(raw, bool) == isinstance(known, bool) for known in feature.neutral):
         raise Unsupported(feature.reason if feature.is_whole else f"{key} is {show(raw)}: {feature.reason}")
     return True
 

@@ -72,13 +72,15 @@ class MessageMaker:
         """Check a request. Raise `InvalidRequest`."""
         sampling = given.sampling
         grammar = sampling.grammar
+        # A grammar may only be able to end.
+        eos = () if sampling.ignore_eos and grammar is None else self._eos_token_ids
         bias = LogitBias.of(sampling.logit_bias).to_bytes() if sampling.logit_bias else (b"", b"")
         message = AddRequest(
             key=key,
             prompt=given.prompt_ids.astype("<i4").tobytes(),
             sampling=msgspec.structs.replace(sampling, stop=(), bad_words=(), logit_bias={}, grammar=None),
             pooling=given.pooling,
-            stop_token_ids=self._stop_token_ids(sampling),
+            stop_token_ids=tuple(dict.fromkeys((*eos, *sampling.stop_token_ids))),
             bad_words_ids=self._bad_words_ids(sampling.bad_words),
             bias_token_ids=bias[0],
             bias_amounts=bias[1],
@@ -93,11 +95,6 @@ class MessageMaker:
         )
         check_request(message, self._info, prompt_name=given.prompt_name)
         return message, Outputs(self._tokenizer, given, arrival_ns)
-
-    def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        # A grammar may only be able to end.
-        eos = () if sampling.ignore_eos and sampling.grammar is None else self._eos_token_ids
-        return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
 
     def _end_token_ids(self, stop_token_ids: Iterable[int]) -> tuple[int, ...]:
         special = frozenset() if self._tokenizer is None else self._tokenizer.special_ids

@@ -37,7 +37,7 @@ class Tokenizer:
         eos = backend.token_to_id(self.named_tokens.get("eos_token", ""))
         self.eos_token_ids = frozenset(() if eos is None else (eos,))
         self.max_token_bytes = _max_token_bytes(backend)
-        self.joins_bytes = _joins_bytes(backend)
+        self.joins_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -173,14 +173,10 @@ def _named_tokens(folder: Path) -> dict[str, str]:
     return named
 
 
-def _joins_bytes(backend: tokenizers.Tokenizer) -> bool:
-    return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-
-
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
     if (
-        not _joins_bytes(backend)
+        not isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         or backend.normalizer is not None
         or any(token.lstrip or token.rstrip for token in added)
     ):

@@ -154,16 +154,12 @@ class Decoder:
         self.weights_bytes += self.copy_bytes
 
     def pack(self) -> None:
-        """Arrange weights, all loaded, for computation."""
+        """Arrange weights, all loaded, for computation, and bind those of decode steps of few rows."""
         self.destinations.clear()
         for layer in self._linears:
             if layer in self._copies:
                 layer.add_copy(self._copies[layer])
             layer.pack()
-        self.prepare_decodes()
-
-    def prepare_decodes(self) -> None:
-        """Bind weights for decode steps of few rows, anew when they are replaced."""
         variants: tuple[WeightVariant, ...] = ("quantized", "full") if self._copies else ("full",)
         for weights in variants:
             self.use(weights)

@@ -47,35 +47,6 @@ def _fifth_bits(packed: torch.Tensor, dim: int) -> torch.Tensor:
     return (((packed.unsqueeze(dim) >> bits) & 1) << 4).flatten(1)
 
 
-def _q8_0(blocks: torch.Tensor) -> BlockParts:
-    return blocks[:, 2:] ^ 0x80, _half(blocks, 0), None
-
-
-def _q4_0(blocks: torch.Tensor) -> BlockParts:
-    return _low_bits(blocks[:, 2:], 16), _half(blocks, 0), None
-
-
-def _q4_1(blocks: torch.Tensor) -> BlockParts:
-    return _low_bits(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: torch.Tensor) -> BlockParts:
-    codes = _low_bits(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6], 2)
-    return codes + (128 - 16), _half(blocks, 0), None
-
-
-def _q5_1(blocks: torch.Tensor) -> BlockParts:
-    return _low_bits(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8], 2), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q4_k(blocks: torch.Tensor) -> BlockParts:
-    return _low_bits(blocks[:, 16:], 32), *_k_scales(blocks)
-
-
-def _q5_k(blocks: torch.Tensor) -> BlockParts:
-    return _low_bits(blocks[:, 48:], 32) | _fifth_bits(blocks[:, 16:48], 1), *_k_scales(blocks)
-
-
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scales and minimums [num_blocks, 8], products of a float16 and 6 bits."""
     scales, minimums, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
@@ -85,13 +56,28 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 FORMATS: dict[GGMLQuantizationType, tuple[GroupFormat, Callable[[torch.Tensor], BlockParts]]] = {
-    GGMLQuantizationType.Q8_0: (GroupFormat(8), _q8_0),
-    GGMLQuantizationType.Q4_0: (GroupFormat(4), _q4_0),
-    GGMLQuantizationType.Q4_1: (GroupFormat(4, has_minimums=True), _q4_1),
-    GGMLQuantizationType.Q5_0: (GroupFormat(8), _q5_0),
-    GGMLQuantizationType.Q5_1: (GroupFormat(8, has_minimums=True), _q5_1),
-    GGMLQuantizationType.Q4_K: (GroupFormat(4, has_minimums=True), _q4_k),
-    GGMLQuantizationType.Q5_K: (GroupFormat(8, has_minimums=True), _q5_k),
+    GGMLQuantizationType.Q8_0: (GroupFormat(8), lambda raw: (raw[:, 2:] ^ 0x80, _half(raw, 0), None)),
+    GGMLQuantizationType.Q4_0: (GroupFormat(4), lambda raw: (_low_bits(raw[:, 2:], 16), _half(raw, 0), None)),
+    GGMLQuantizationType.Q4_1: (
+        GroupFormat(4, has_minimums=True),
+        lambda raw: (_low_bits(raw[:, 4:], 16), _half(raw, 0), _half(raw, 2)),
+    ),
+    GGMLQuantizationType.Q5_0: (
+        GroupFormat(8),
+        lambda raw: ((_low_bits(raw[:, 6:], 16) | _fifth_bits(raw[:, 2:6], 2)) + (128 - 16), _half(raw, 0), None),
+    ),
+    GGMLQuantizationType.Q5_1: (
+        GroupFormat(8, has_minimums=True),
+        lambda raw: (_low_bits(raw[:, 8:], 16) | _fifth_bits(raw[:, 4:8], 2), _half(raw, 0), _half(raw, 2)),
+    ),
+    GGMLQuantizationType.Q4_K: (
+        GroupFormat(4, has_minimums=True),
+        lambda raw: (_low_bits(raw[:, 16:], 32), *_k_scales(raw)),
+    ),
+    GGMLQuantizationType.Q5_K: (
+        GroupFormat(8, has_minimums=True),
+        lambda raw: (_low_bits(raw[:, 48:], 32) | _fifth_bits(raw[:, 16:48], 1), *_k_scales(raw)),
+    ),
 }
 
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.gguf_blocks import DTYPES, dequantize_rows, group_rows, matrix_format
 from tidewheel.models.gguf_header import TAKE_ANOTHER, GGUFTensor, read_header
 from tidewheel.models.linear import GroupFormat
-from tidewheel.models.weight_source import WeightSource, uncounted
+from tidewheel.models.weight_source import WeightSource, as_config_error, uncounted
 from tidewheel.models.weight_stream import BytesRead, StoredTensor, copy_tensors
 from tidewheel_kernels.grouped_linear import GroupedWeights
 
@@ -57,7 +56,7 @@ class GGUFFile(WeightSource):
         for name, destination in destinations.items():
             if name not in floats:
                 rows = self._rows(name)
-                with self._as_config_error(name):
+                with as_config_error(f"{self.path}: {name} is damaged", "download it again"):
                     dequantize_rows(rows, self._raw[name].kind, destination.view(len(rows), -1))
                 read(self.tensors[name].num_bytes)
             if (order := self._row_order(name)) is not None:
@@ -67,7 +66,7 @@ class GGUFFile(WeightSource):
         if not isinstance(self.tensors[name].kind, GroupFormat):
             return self.plain(name, device)
         rows, order = self._rows(name), self._row_order(name)
-        with self._as_config_error(name):
+        with as_config_error(f"{self.path}: {name} is damaged", "download it again"):
             return group_rows(rows if order is None else rows[order], self._raw[name].kind, device)
 
     def _rows(self, name: str) -> torch.Tensor:
@@ -88,13 +87,6 @@ class GGUFFile(WeightSource):
         if num_rows % (2 * num_heads):
             raise ConfigError(f"{self.path}: {name} has {num_rows} rows for {num_heads} heads: download it again")
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
-
-    @contextlib.contextmanager
-    def _as_config_error(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise ConfigError(f"{self.path}: {name} is damaged: {error}; download it again") from None
 
 
 def hugging_face_name(name: str) -> str:

@@ -190,7 +190,6 @@ class Weights:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a checkpoint's tensors."""
         plain = {name: tuple(tensor.shape) for name, tensor in self.by_name.items()}
         return plain | {
             name: (rows, layer.weight.shape[1]) for layer in self.linears for name, rows in layer.parts.items()

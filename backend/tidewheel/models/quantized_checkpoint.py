@@ -6,8 +6,8 @@ unused.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from tidewheel.model_formats import FLOAT_MODEL, MAX_CONFIG_BYTES, QUANTIZATION_
 from tidewheel.models import quantized_layers as layers
 from tidewheel.models.config_fields import MAX_SHOWN_CHARS, ConfigFields
 from tidewheel.models.quantized_layers import GROUP_SIZES, ROUNDED, Layout, MatrixSize, TensorForm, Tensors
-from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
+from tidewheel.models.weight_source import SafetensorsFolder, WeightSource, as_config_error
 from tidewheel.models.weight_stream import BytesRead, StoredTensor
 from tidewheel.regular_files import read_object
 from tidewheel_kernels.grouped_linear import GroupedWeights, dequantize, quantize_groups
@@ -230,10 +230,6 @@ class QuantizedFolder(WeightSource):
                 raise ValueError(f"{part} is {list(shape)} {kind}, it must be {shapes} in {dtypes}")
         return "".join(found)
 
-    @contextlib.contextmanager
-    def _as_config_error(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            file = self._folder.tensors[name].file
-            raise ConfigError(f"{file}: {name}: {error}; download the model again, or {FLOAT_MODEL}") from None
+    def _as_config_error(self, name: str) -> AbstractContextManager[None]:
+        what = f"{self._folder.tensors[name].file}: {name}"
+        return as_config_error(what, f"download the model again, or {FLOAT_MODEL}")

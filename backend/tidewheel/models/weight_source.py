@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -133,6 +134,15 @@ def named(names: Iterable[str]) -> str:
     ordered = sorted(names)
     rest = len(ordered) - NUM_NAMED
     return ", ".join(ordered[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+@contextlib.contextmanager
+def as_config_error(what: str, advice: str) -> Iterator[None]:
+    """Turn a `ValueError` about the data of `what` into a `ConfigError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}; {advice}") from None
 
 
 def _checkpoint_paths(folder: Path) -> list[Path]:

@@ -296,5 +296,5 @@ def test_an_input_outside_of_the_static_buffer_is_found(plain: ModelRunner) -> N
 def test_tokens_that_are_read_after_the_next_step_are_found(plain: ModelRunner) -> None:
     """What a step answers must be its own copy: the next one overwrites where the tokens lay."""
     expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
-    with mock.patch("tidewheel.runner.sampler._host_copy", lambda tensor, accelerator: tensor):
+    with mock.patch("tidewheel.runner.sampler._host_copies", lambda outputs, accelerator: outputs):
         assert graphed_tokens(with_graphs(plain), workload(KINDS["filtered"], 8), PipelinedLoop) != expected

@@ -11,7 +11,6 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import sha256
 from itertools import groupby, islice
 from typing import NamedTuple
@@ -65,12 +64,7 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
         if stop <= num_prompt_tokens:
             return head
     tokens = request.output_token_ids[max(start - num_prompt_tokens, 0) : stop - num_prompt_tokens]
-    return head + _int32_struct(len(tokens)).pack(*tokens)
-
-
-@lru_cache(maxsize=64)
-def _int32_struct(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}i")
+    return head + struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 class PrefixHit(NamedTuple):

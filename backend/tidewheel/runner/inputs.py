@@ -173,11 +173,8 @@ class RowTable:
 
     def padded_tokens(self, host: HostInputs, num_tokens: int) -> HostInputs:
         extra = self.padding(0, num_tokens - len(host.positions))
-        return host._replace(
-            token_indices=np.concatenate((host.token_indices, extra.token_indices)),
-            positions=np.concatenate((host.positions, extra.positions)),
-            slot_mapping=np.concatenate((host.slot_mapping, extra.slot_mapping)),
-        )
+        names = ("token_indices", "positions", "slot_mapping")
+        return host._replace(**{name: np.concatenate((getattr(host, name), getattr(extra, name))) for name in names})
 
     def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
         if not sent:

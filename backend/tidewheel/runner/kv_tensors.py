@@ -143,18 +143,11 @@ class KVTensors:
             self._tensor = torch.frombuffer(memory, dtype=dtype).view(size)
         else:
             self._tensor = torch.zeros(size, dtype=dtype, device=device)
+        self.num_bytes, self.device = self._tensor.nbytes, self._tensor.device
         scales = [None] * shape.num_layers if layout.scales is None else layout.scales
         caches = codes_of(self._tensor, *of_block) if layout.dtype == INT8 else self._tensor.view(layout.dtype)
         layers = zip(caches, scales, strict=True)
         self.layers = [KVLayer(layer[0], layer[1], of_heads) for layer, of_heads in layers]
-
-    @property
-    def num_bytes(self) -> int:
-        return self._tensor.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
 
     @property
     def blocks(self) -> torch.Tensor:

@@ -149,11 +149,9 @@ class PendingStep:
 def _host_copies(outputs: Any, accelerator: CudaAccelerator) -> Any:
     if isinstance(outputs, tuple):
         return type(outputs)(*(_host_copies(output, accelerator) for output in outputs))
-    return None if outputs is None else _host_copy(outputs, accelerator)
-
-
-def _host_copy(tensor: torch.Tensor, accelerator: CudaAccelerator) -> torch.Tensor:
-    return accelerator.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+    if outputs is None:
+        return None
+    return accelerator.pinned(outputs.shape, outputs.dtype).copy_(outputs, non_blocking=True)
 
 
 def _top_logprobs(output: LogprobsOutput, num_top: Int32Array) -> list[TopLogprobs]:

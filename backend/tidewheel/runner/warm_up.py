@@ -63,7 +63,8 @@ def warm_up(info: RunnerInfo, run: Callable[[ScheduledBatch], object], progress:
 
 def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
     yield demanding_batch(largest_step(info), info.block_size)
-    prefills = [[WarmUpRow(0, count, GREEDY)] for count in _sizes(_longest_chunk(info))]
+    longest = min(info.max_num_batched_tokens, info.max_model_len)
+    prefills = [[WarmUpRow(0, count, GREEDY)] for count in _sizes(longest)]
     steps = [*_decodes(info), *prefills, *_mixed(info), *_sampled()]
     for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
@@ -84,7 +85,7 @@ def _decodes(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
 def _mixed(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     if largest_step(info).num_rows < 2 or info.max_model_len < 2:
         return
-    for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
+    for count in _sizes(min(info.max_num_batched_tokens, info.max_model_len) - 1):
         yield [WarmUpRow(1, 1, GREEDY), WarmUpRow(info.max_model_len - count, count, GREEDY)]
 
 
@@ -109,10 +110,6 @@ def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
     if info.num_host_blocks:
         yield _batch(step_id + 1, rows, info.block_size, swap_out_blocks=last, swap_out_slots=first)
         yield _batch(step_id + 2, rows, info.block_size, swap_in_slots=first, swap_in_blocks=last)
-
-
-def _longest_chunk(info: RunnerInfo) -> int:
-    return min(info.max_num_batched_tokens, info.max_model_len)
 
 
 def _sizes(largest: int) -> Iterator[int]:

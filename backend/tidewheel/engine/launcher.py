@@ -132,7 +132,6 @@ class EngineLauncher:
         return self._lock is not None
 
     def try_lock(self) -> bool:
-        """Take the folder's lock if it is free. Return whether this front end holds it."""
         path = self._engine_dir / LOCK
         if self._lock is not None and not is_at(self._lock, path):
             self._unlock()

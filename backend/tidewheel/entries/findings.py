@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,18 +25,9 @@ class Problem(NamedTuple):
     file: Path | None = None  # None: the entry's config.pbtxt
 
 
-def error(field: str, message: str, *, right_name: str = "", file: Path | None = None) -> Problem:
-    """Return a problem: the server refuses the entry, or does otherwise than it says."""
-    return Problem("error", field, message, right_name, file)
-
-
-def warning(field: str, message: str) -> Problem:
-    """Return a problem of an entry that works, but probably not as meant."""
-    return Problem("warning", field, message)
-
-
-def note(field: str, message: str) -> Problem:
-    return Problem("note", field, message)
+error = partial(Problem, "error")  # the server refuses the entry, or does otherwise than it says
+warning = partial(Problem, "warning")  # the entry works, but probably not as meant
+note = partial(Problem, "note")
 
 
 class Edit(NamedTuple):

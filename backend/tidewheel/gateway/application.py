@@ -89,17 +89,16 @@ class Gateway:
         }
         application = web.Application(middlewares=[self._guard], client_max_size=self._options.max_body_bytes)
         application.cleanup_ctx.append(self._run)
-        application.add_routes([web.post(path, partial(self._serve, one)) for path, one in endpoints.items()])
         application.add_routes(
             [
+                *(web.post(path, partial(self._serve, endpoint)) for path, endpoint in endpoints.items()),
+                *(playground_pages.routes() if self._options.playground else [web.get("/", _front_page)]),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._show_model),
             ]
         )
-        has_page = self._options.playground
-        application.add_routes(playground_pages.routes() if has_page else [web.get("/", _front_page)])
         return application
 
     async def _serve(self, endpoint: _Endpoint, http: web.Request) -> web.StreamResponse:
@@ -313,7 +312,7 @@ async def _answer_whole(
 
 def _error_response(http: web.Request, error: RequestError) -> web.Response:
     if http.path.startswith(_PROXIED):
-        body = errors.triton_body(error)
+        body = msgspec.json.encode({"error": str(error)})
     else:
         body = errors.openai_body(error, http.get("fields", ()), http.get("schema_name", ""))
     return _json_response(body, status=errors.status_of(error), headers=errors.headers_of(error))

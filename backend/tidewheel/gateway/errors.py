@@ -102,10 +102,6 @@ def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_
     return msgspec.json.encode({"error": body | ({"tag": error.tag} if error.tag else {})})
 
 
-def triton_body(error: errors.RequestError) -> bytes:
-    return msgspec.json.encode({"error": str(error)})
-
-
 def from_aiohttp(request: web.Request, error: web.HTTPException) -> errors.RequestError:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return BodyTooLarge(f"the body is larger than {request.client_max_size} bytes (--max-body-mb)")

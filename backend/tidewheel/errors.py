@@ -7,24 +7,8 @@ from __future__ import annotations
 
 import inspect
 
-from tidewheel_client.errors import BY_TAG as BY_TAG
-from tidewheel_client.errors import Busy as Busy
-from tidewheel_client.errors import Cancelled as Cancelled
-from tidewheel_client.errors import DeadlineExceeded as DeadlineExceeded
-from tidewheel_client.errors import Draining as Draining
-from tidewheel_client.errors import EngineDead as EngineDead
-from tidewheel_client.errors import InternalError as InternalError
-from tidewheel_client.errors import InvalidRequest as InvalidRequest
-from tidewheel_client.errors import KvCacheFull as KvCacheFull
-from tidewheel_client.errors import ModelFailed as ModelFailed
-from tidewheel_client.errors import NotFound as NotFound
-from tidewheel_client.errors import NumericError as NumericError
-from tidewheel_client.errors import PromptTooLarge as PromptTooLarge
-from tidewheel_client.errors import RequestError
-from tidewheel_client.errors import Unsupported as Unsupported
-from tidewheel_client.errors import WaitingSetFull as WaitingSetFull
-from tidewheel_client.errors import WrongKey as WrongKey
-from tidewheel_client.errors import from_wire as from_wire
+from tidewheel_client.errors import *  # noqa: F403
+from tidewheel_client.errors import BY_TAG, InternalError, RequestError
 
 MAX_MESSAGE_CHARS = 2000
 TidewheelError = RequestError

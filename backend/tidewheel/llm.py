@@ -12,6 +12,7 @@ import gc
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -87,7 +88,7 @@ class _Prompt:
         )
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """Loaded model that generates. Not thread-safe.
 
     `settings` are fields of `EngineConfig`, or engine arguments of vLLM. With `skip_tokenizer_init`, prompts are
@@ -166,9 +167,6 @@ class LLM:
             import torch
 
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> LLM:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,7 +1,5 @@
 """Module that Triton imports, as `model`, for `backend: "tidewheel"`."""
 
-from __future__ import annotations
-
 import os
 import sys
 

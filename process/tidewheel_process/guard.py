@@ -11,7 +11,7 @@ from tidewheel_process.current_process import STOP_SIGNALS
 _END_TIMEOUT_S = 5.0
 
 
-class Guard:
+class Guard(contextlib.AbstractContextManager["Guard"]):
     """Helper process that cleans up when the `with` block or this process ends, however it ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -33,9 +33,6 @@ class Guard:
 
     def _start(self) -> Child:
         return Child(self._command, stdin=self._reader, env=self._environment)
-
-    def __enter__(self) -> Guard:
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._reader)

@@ -1,7 +1,5 @@
 """Durable jobs in Redis Streams, and workers that answer them; needs the extra `queue`."""
 
-from __future__ import annotations
-
 try:
     import redis as _redis
 except ImportError:

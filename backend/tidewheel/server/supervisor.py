@@ -43,7 +43,7 @@ _READ_BYTES = 1 << 16
 
 
 @dataclass(kw_only=True, eq=False)
-class Supervisor:
+class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
     """Starter and watcher of tritonserver, front ends and engines; leaving the `with` block ends them.
 
     Any thread may read `readiness`.
@@ -181,9 +181,6 @@ class Supervisor:
         process_tree.signal_all(self._descendants(), SIGTERM)
         self._pump_until(lambda: not self._descendants(), grace_s)
         self._kill(self._descendants)
-
-    def __enter__(self) -> Supervisor:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:

@@ -1,7 +1,5 @@
 """Locust file for a server of OpenAI's API (docs/clients.md)."""
 
-from __future__ import annotations
-
 from tidewheel_client.load import locustfile  # its options
 from tidewheel_client.load.users import OpenAiUser
 

@@ -90,8 +90,7 @@ def _parse_limits(name: str, entry: object) -> TenantLimits:
         raise ConfigError(f"tenants has a name with {control}: remove it")
     if not isinstance(entry, dict):
         raise ConfigError(f"tenants.{name} is {entry!r}: it must be an object of limits")
-    known = [field.name for field in fields(TenantLimits)]
-    check_known(entry, known, f"tenants.{name}: ")
+    check_known(entry, [field.name for field in fields(TenantLimits)], f"tenants.{name}: ")
     if "each" in entry and name != EVERYBODY:
         raise ConfigError(f"tenants.{name}: each belongs to the entry '*' alone; remove it")
     try:

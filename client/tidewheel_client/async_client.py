@@ -242,7 +242,7 @@ class AsyncClient:
         return bool(answer.config.model_transaction_policy.decoupled)
 
 
-class AsyncSession:
+class AsyncSession(contextlib.AbstractAsyncContextManager["AsyncSession"]):
     """Conversation, whose requests share a session; leaving the `with` block closes the session."""
 
     def __init__(self, client: AsyncClient, session_id: str, ttl_s: float | None, tenant: str) -> None:
@@ -264,9 +264,6 @@ class AsyncSession:
     async def close(self, /) -> None:
         """End the session. Raise `NotFound` if the server has no such session."""
         await self._client.close_session(self.session_id, tenant=self._tenant)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with contextlib.suppress(errors.NotFound if error is None else RequestError):  # must not hide the first

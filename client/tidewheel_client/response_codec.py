@@ -38,8 +38,7 @@ def _stream_response() -> Any:
     outputs, contents = (field for field in inner.field if field.name in ("outputs", "raw_output_contents"))
     outputs.type = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
     outputs.ClearField("type_name")
-    read = descriptor_pb2.DescriptorProto(name=inner.name, field=[outputs, contents])
-    inner.CopyFrom(read)
+    inner.CopyFrom(descriptor_pb2.DescriptorProto(name=inner.name, field=[outputs, contents]))
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{whole.name}"))

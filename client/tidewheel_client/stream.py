@@ -5,7 +5,8 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Concatenate, Self
+from contextlib import AbstractAsyncContextManager
+from typing import Concatenate
 
 from tidewheel_client.answers import Chunk, Completion
 from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
@@ -67,7 +68,7 @@ def retry_wait_s(error: RequestError, num_retries: int, left_s: float | None) ->
     return None if left_s is not None and wait >= left_s else wait
 
 
-class AsyncStream(AsyncIterator[Chunk]):
+class AsyncStream(AsyncIterator[Chunk], AbstractAsyncContextManager["AsyncStream"]):
     """Iterator over a request's chunks; raises `RequestError`. One task or thread reads; any may `cancel`.
 
     `cancel`, or leaving the `with` block, ends iteration and request. `finish_reason` is None until the end.
@@ -128,9 +129,6 @@ class AsyncStream(AsyncIterator[Chunk]):
         if not chunks or self.finish_reason is None:
             raise Cancelled("the stream was cancelled before its end")
         return Completion.of_sequences(self.request_id, chunks)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         if self.finish_reason is None:

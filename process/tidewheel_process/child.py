@@ -79,8 +79,7 @@ def last_line(log: Path) -> str:
     """Return the last line of a log that is not blank; empty without one."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").strip().split("\n")
-        return lines[-1].strip()
+        return file.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
     return ""
 
 

@@ -72,8 +72,7 @@ def build(arguments: dict[str, Any]) -> serve.Application:
 
 def application(settings: ClusterSettings) -> serve.Application:
     arguments = msgspec.to_builtins(settings)
-    replicas = _replicas(settings).bind(arguments)
-    return _gateway(settings).bind(arguments, replicas)
+    return _gateway(settings).bind(arguments, _replicas(settings).bind(arguments))
 
 
 def replica_gpus(settings: ClusterSettings) -> float:

@@ -18,9 +18,9 @@ from tidewheel.gateway.upstreams import Attempt
 from tidewheel_client import Chunk, codec, response_codec
 from tidewheel_client.errors import InvalidRequest, PromptTooLarge
 
-MAX_PAIR_CHARS = 1 << 24  # of all pairs, before they are made
+MAX_PAIR_CHARS = 1 << 24  # of all pairs together
 _PARAMETERS = ("deadline_ms", "priority", "soft_deadline_ms", "tenant")
-_TENSORS = {"query": "query", "text_input": "text"}  # by name in the prompt
+_TENSORS = {"query": "query", "text_input": "text"}  # of the encoder, by key of the prompt
 
 
 class RerankBody(OpenAIBody, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class ScoreBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 class EncoderAttempt(Attempt[list[Chunk]]):
-    """Attempt at an encoder, which answers once. The embedding of a pair is its score."""
+    """Attempt at an encoder, which answers once. For a pair, the chunk's `embedding` holds its score."""
 
     message: pb.ModelInferRequest
 

@@ -122,8 +122,7 @@ class PrefixCache:
         """Return about how many prompt tokens are cached, by binary search: a block rarely outlives one before it."""
         if not self.is_enabled:
             return 0
-        limit = self._extend(request)
-        return self._num_found(request, limit) * self._block_size
+        return self._num_found(request, self._extend(request)) * self._block_size
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
         """Return the host slots of a cached prefix; None if one was evicted."""

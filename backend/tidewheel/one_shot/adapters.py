@@ -24,7 +24,7 @@ _MAX_REASON_CHARS = 500
 class AdapterKind(NamedTuple):
     module: str
     extra: str  # of pyproject.toml; empty: none is needed
-    file: str = ""  # in a version folder, names this adapter, as does its suffix; empty: only the setting does
+    file: str = ""  # in a version folder, or its suffix in `model`, means this adapter; empty: none does
     has_options: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Process that loads a one-shot model and prints its signature: what a library does stays out of the caller."""
+"""Process that loads a one-shot model and prints its signature: libraries of models stay out of its parent."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _max_tokens(folder: Path, options: EncoderOptions, config: Any, tokenizer_li
 
 
 def _is_cls(folder: Path) -> bool:
-    """Tell whether sentence-transformers' files ask for the first token's state, not for the mean."""
+    """Return whether sentence-transformers' files ask for the first token's state; False: for the mean."""
     settings = read_object(folder / "1_Pooling" / "config.json")
     modes = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
     mode = str(settings.get("pooling_mode") or ",".join(modes) or "mean")
@@ -95,7 +95,7 @@ def _is_cls(folder: Path) -> bool:
 
 
 def _signature(config: Any, is_classifier: bool) -> Signature:
-    """text → embedding, or scores and label; one label alone: query, text → score."""
+    """Tensors: text → embedding; of a classifier, text → scores, label; if it has one label, query, text → score."""
     query, text = (TensorSpec(name, "BYTES", ("batch",)) for name in ("query", "text"))
     num_tokens, num_labels = TensorSpec("num_input_tokens", "INT32", ("batch",)), len(config.id2label)
     if not is_classifier:

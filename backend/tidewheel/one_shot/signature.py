@@ -56,8 +56,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     def with_settings(self, batch_axes: Mapping[str, int | None], buckets: Buckets) -> Signature:
         """Return the signature with an entry's settings. Raise `ConfigError` if they do not fit the model.
 
-        Scalars, which Triton does not have, get the shape [1].
-        By default, requests are joined along axis 0 if it is dynamic, and of one name, in all tensors.
+        Scalars, which Triton does not have, get the shape [1]. Without `batch_axes`, requests are joined along axis 0
+        if it is dynamic in all tensors, with one name.
         """
         tensors = (*self.inputs, *self.outputs)
         _check_names("batch_axes", batch_axes, {spec.name for spec in tensors})

@@ -1,4 +1,4 @@
-"""TensorRT plans. Unproven: written against a double of the runtime's Python API (10), and never run on a GPU."""
+"""TensorRT plans. Unproven: written against a double of the Python API of TensorRT 10, and never run on a GPU."""
 
 from __future__ import annotations
 

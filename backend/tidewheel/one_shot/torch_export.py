@@ -1,7 +1,7 @@
 """Programs of `torch.export`, and packages of AOTInductor where the entry allows native code.
 
-`torch.export.load` unpickles sample inputs and more: it is not called. Of a file's text, torch's deserializer of
-graphs (2.13) passes shapes to sympy's `eval`, looks operators up below `torch`, and compiles names: it is checked.
+`torch.export.load` unpickles sample inputs and more: it is not called. Of a file's text, checked before, torch's
+deserializer of graphs (2.13) passes shapes to sympy's `eval`, looks operators up below `torch`, and compiles names.
 """
 
 from __future__ import annotations

@@ -265,8 +265,7 @@ class SamplingTable:
         chosen = np.flatnonzero((num_top >= 0) & (counts > 0))
         if not len(chosen):
             return None
-        ends = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64)
-        starts = ends - batch.num_scheduled_tokens
+        starts = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64) - batch.num_scheduled_tokens
         scored = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in chosen.tolist()])
         return PromptScoring(chosen, counts[chosen], num_top[chosen], scored)
 

@@ -236,8 +236,7 @@ def _commit_step(
             kept = columns.request(int(step.rows[index])).prompt_logprobs
             kept += entries[len(kept) - int(batch.start_positions[index]) :]
     rows, starts, counts = step.rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
-    ends = starts + counts
-    columns.num_computed_tokens[rows] = ends
+    columns.num_computed_tokens[rows] = starts + counts
     columns.num_inflight_tokens[rows] -= counts
     for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
         row = int(rows[index])

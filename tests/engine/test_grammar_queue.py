@@ -56,12 +56,12 @@ def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
     first, second, wrong, broken = (
         grammar for _, _, grammar in sorted(taken(queue, 4), key=lambda item: item[1].key)
     )
-    assert first is second is queue.find("a")
+    assert first is second is queue.kept.find("a")
     assert str(wrong) == "[TW-INPUT] guided_json is wrong"
     assert isinstance(broken, InternalError)
     assert compiler.compiled == ["a", "wrong", "broken"]
     assert not queue.num_waiting
-    assert queue.find("wrong") is None
+    assert queue.kept.find("wrong") is None
 
 
 def test_the_vocabulary_is_read_first(compiler: GatedCompiler) -> None:
@@ -104,7 +104,7 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(compiler: GatedCompiler
     compiler.may_go_on.set()
     assert [message.key for _, message, _ in taken(queue, 3)] == [3, 4, 5]
     assert compiler.compiled == ["first", "shared", "kept", "left"]
-    assert queue.find("first") is not None
+    assert queue.kept.find("first") is not None
 
 
 def test_the_least_recently_used_grammars_are_dropped() -> None:

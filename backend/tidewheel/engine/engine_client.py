@@ -65,12 +65,7 @@ class EngineClient:
     """
 
     def __init__(
-        self,
-        target: EngineTarget,
-        listener: EngineListener,
-        *,
-        name: str,
-        options: ClientOptions | None = None,
+        self, target: EngineTarget, listener: EngineListener, *, name: str, options: ClientOptions | None = None
     ) -> None:
         self._engine_dir = target.folder
         self._listener = listener

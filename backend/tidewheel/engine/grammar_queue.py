@@ -45,7 +45,7 @@ class GrammarQueue:
     def __init__(self, compiler: GrammarCompiler) -> None:
         compiler.prepare()  # now, because it would delay steps
         self._compiler = compiler
-        self._cache = GrammarCache()
+        self.kept = GrammarCache()
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._jobs: dict[str, Future[TokenGrammar]] = {}
         self._waiting: list[tuple[FrontEnd, AddRequest]] = []
@@ -53,9 +53,6 @@ class GrammarQueue:
     @property
     def num_waiting(self) -> int:
         return sum(message.options.n for _, message in self._waiting)
-
-    def find(self, source: str) -> TokenGrammar | None:
-        return self._cache.find(source)
 
     def add(self, front_end: FrontEnd, message: AddRequest) -> None:
         """Queue a request with a grammar. Raise `Busy` if too many wait."""
@@ -73,7 +70,7 @@ class GrammarQueue:
         for source, result in done.items():
             del self._jobs[source]
             if not isinstance(result, TidewheelError):
-                self._cache.keep(source, result)
+                self.kept.keep(source, result)
         ready = [(*item, done[item[1].grammar]) for item in self._waiting if item[1].grammar in done]
         self._waiting = [item for item in self._waiting if item[1].grammar not in done]
         return ready

@@ -14,13 +14,7 @@ from tidewheel.one_shot.signature import Arrays
 from tidewheel.parameters import check_count
 from tidewheel.request import Request
 from tidewheel.request_options import RequestOptions
-from tidewheel.sampling import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_SEED,
-    MAX_STOP_TOKEN_IDS,
-    LogitBias,
-)
+from tidewheel.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, LogitBias
 from tidewheel.scheduler.admission import check_lengths
 
 # A front end adds ids to both.

@@ -265,7 +265,7 @@ class EngineServer:
         with self._refusing(front_end, message.key):
             if self._is_draining:
                 raise Draining("the server is shutting down")
-            grammar = self._grammars.find(message.grammar) if message.grammar else None
+            grammar = self._grammars.kept.find(message.grammar) if message.grammar else None
             if message.options.close_session:
                 self._scheduler.close_session(message.options.tenant, message.options.session_id)
                 self._front_ends.end(front_end, message.key, FinishReason.STOP)

@@ -17,14 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.causal_lm import (
-    AttentionInput,
-    CausalLM,
-    ForwardInput,
-    KVLayer,
-    Progress,
-    TokenLocations,
-)
+from tidewheel.models.causal_lm import AttentionInput, CausalLM, ForwardInput, KVLayer, Progress, TokenLocations
 from tidewheel.models.decoder import Decoder, DecoderLayer
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, InputSender, RowTable, StepInputs

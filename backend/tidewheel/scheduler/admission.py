@@ -90,6 +90,7 @@ class AdmissionControl:
         service_class = request.priority.dropped() if over_quota else request.priority
         victims = self.choose_evictions(request, count, service_class, now)
         predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
+        predicted = request.max_tokens if request.bucket else predicted  # the number of steps is known
         self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
         evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
         for newcomer in requests:

@@ -14,6 +14,7 @@ class SchedulerConfig(SchedulingSettings):
     watermark: float = 0.01  # fraction of blocks that admission leaves free
     policy: str = "priority"
     least_cut_tokens: int = 16  # of a step that is cut to a slice
+    takes_turns: bool = False  # a step has rows of one bucket, whose requests take many steps
     has_quantized_copy: bool = False  # of the weights, for times of pressure
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     swap_seconds_per_block: float | None = None  # one way; None: no host tier

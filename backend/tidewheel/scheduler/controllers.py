@@ -205,6 +205,7 @@ class StepControl:
             max_joins,
             max(MIN_SCORES, num_rows - num_running),  # memory was measured with logits for every row
             self._keep_free,
+            slice_s,
         )
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
@@ -212,6 +213,8 @@ class StepControl:
         state = self._state
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
+        if state.turns is not None and step.turn is not None:
+            state.turns.pay(step.turn, batch.num_tokens, seconds)
         state.step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
         num_started_tokens = sum([request.num_prompt_tokens for request in step.started])
         self.estimate.observe_step(now, num_started_tokens, state.waiting.num_new)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.cache_pressure import GrowthForecast, free_blocks_to_grow, victims_for
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
+from tidewheel.scheduler.shape_turns import ShapeTurns, Turn
 from tidewheel.scheduler.state import BlockedRequest, SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 
@@ -49,14 +52,58 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         state, plan = self._state, self._plan
         decode_rows, decode_starts, chunk_rows = state.columns.gaps()
-        self._plan_decodes(decode_rows, decode_starts)
-        self._plan_prompts(chunk_rows)
+        if state.turns is None:
+            self._plan_decodes(decode_rows, decode_starts)
+            self._plan_prompts(chunk_rows)
+        else:
+            self._plan_turn(state.turns, decode_rows, decode_starts)
         num_grown = len(plan.growing_rows)
         self._grow()
         state.blocked = self._blocked and self._blocked._replace(
             num_needed=self._blocked.num_needed - num_grown, num_free=state.kv.num_free_blocks
         )
         return plan
+
+    def _plan_turn(self, turns: ShapeTurns, rows: RowArray, starts: Int32Array) -> None:
+        for heads in (self._heads(), []):  # if no head can enter, running rows take the turn
+            if self._plan.is_empty and (heads or len(rows)):
+                chosen = self._choose_rows(turns, rows, heads)
+                self._plan_decodes(rows[chosen], starts[chosen])
+                self._plan_entries()
+
+    def _heads(self) -> list[Request]:
+        """Return the first waiting requests, as many as rows are free; else one that may preempt."""
+        columns, num_free = self._state.columns, self._num_free_rows()
+        candidates = self._state.waiting.candidates(with_new=self._plan.limits.max_joins > 0)
+        can_preempt = columns.classes[columns.running].max(initial=0) > Priority.CRITICAL
+        heads = islice(candidates, max(num_free, 1))
+        return [head for head in heads if num_free > 0 or (can_preempt and self._may_make_way(head))]
+
+    def _choose_rows(self, turns: ShapeTurns, rows: RowArray, heads: list[Request]) -> RowArray:
+        """Choose the step's turn. Return indices of the rows to compute: in a slice, those that waited longest."""
+        columns, plan = self._state.columns, self._plan
+        is_critical = columns.classes[rows] == Priority.CRITICAL
+        shapes = [request.bucket for request in columns.requests(rows)]
+        active = [
+            *map(Turn, shapes, is_critical.tolist()),
+            *(Turn(one.bucket, self._may_make_way(one)) for one in heads),
+        ]
+        plan.turn = turn = turns.choose(dict.fromkeys(active))
+        plan.bucket, most = turn.shape, turns.most_rows(turn.shape, plan.limits.slice_s)
+        chosen = np.flatnonzero((np.array(shapes, object) == turn.shape) & (is_critical | (not turn.is_urgent)))
+        if most is not None:
+            plan.token_budget = most
+            chosen = chosen[columns.last_step[rows[chosen]].argsort(kind="stable")[:most]]
+        return chosen
+
+    def _of_turn(self, candidates: Iterable[Request], turn: Turn) -> Iterator[Request]:
+        """Yield requests of the turn. Each better one of another turn keeps a row free."""
+        num_free = self._num_free_rows()
+        for request in candidates:
+            if request.bucket == turn.shape and (self._may_make_way(request) or not turn.is_urgent):
+                yield request
+            elif (num_free := num_free - 1) < 1:
+                return
 
     def _plan_decodes(self, rows: RowArray, starts: Int32Array) -> None:
         state, plan, columns = self._state, self._plan, self._state.columns
@@ -113,7 +160,9 @@ class StepPlanner:
     def _next(self) -> Request | None:
         state = self._state
         candidates = state.waiting.candidates(with_new=self._plan.num_joined < self._plan.limits.max_joins)
-        bucket = self._plan.bucket
+        bucket, turn = self._plan.bucket, self._plan.turn
+        if turn is not None:
+            candidates = self._of_turn(candidates, turn)
         waiting = (
             request
             for request in candidates
@@ -167,7 +216,7 @@ class StepPlanner:
 
     def _exceeds_batch(self, request: Request) -> bool:
         """Return whether a one-shot request, which is never split, has to wait for a step with more room."""
-        return bool(request.bucket and self._plan.chunk_ends) and request.num_tokens > self._plan.token_budget
+        return bool(request.bucket and self._plan.chunk_ends) and request.num_prompt_tokens > self._plan.token_budget
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
@@ -227,11 +276,16 @@ class StepPlanner:
         return bool(victims)
 
     def _may_make_way(self, request: Request) -> bool:
-        return self._state.policy.by_class and request.service_class is Priority.CRITICAL and not request.bucket
+        state = self._state
+        is_critical = state.policy.by_class and request.service_class is Priority.CRITICAL
+        return is_critical and (not request.bucket or state.turns is not None)
 
     def _needs_row(self) -> bool:
+        return self._num_free_rows() < 1
+
+    def _num_free_rows(self) -> int:
         columns = self._state.columns
-        return not columns.free_rows or columns.num_running >= self._plan.limits.max_running
+        return min(len(columns.free_rows), self._plan.limits.max_running - columns.num_running)
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a row computes the request's prefix in this step, or later half of its missing tokens."""

@@ -151,7 +151,9 @@ class Scheduler:
         rows = batch.rows.astype(np.intp)
         batch = self._control.choose_weights(batch, rows)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
-        self._in_flight.append(InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started))
+        self._in_flight.append(
+            InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started, plan.turn)
+        )
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
         state.stats.step_tokens.observe(batch.num_tokens)

@@ -12,6 +12,7 @@ from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import OutputPredictor, StepTime
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.queue import WaitingSet
+from tidewheel.scheduler.shape_turns import ShapeTurns
 from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import BlockShortage
 from tidewheel.tenants import limits_of
@@ -44,6 +45,7 @@ class SchedulerState:
         self.stats = kv.stats
         self.step_time = StepTime()
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
+        self.turns = ShapeTurns() if config.takes_turns else None
         self.columns = RowColumns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.deadlines = EventHeap[Request](_is_unfinished)
@@ -179,6 +181,8 @@ class SchedulerState:
     def find_hit(self, request: Request) -> PrefixHit:
         if request.needs_all_states:
             return NO_HIT
+        if self.turns is not None:  # the request holds its state
+            return PrefixHit((), request.num_output_tokens)
         hit = self.kv.prefixes.find(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:

@@ -8,6 +8,7 @@ import numpy as np
 from tidewheel.batch import Int32Array, Int64Array, NewRow, RowArray, ScheduledBatch, TransferArrays
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
+from tidewheel.scheduler.shape_turns import Turn
 
 
 class StepLimits(NamedTuple):
@@ -17,6 +18,7 @@ class StepLimits(NamedTuple):
     max_joins: int  # requests that never started
     max_scores: int  # prompt positions with logits
     keep_free: int  # blocks, while others run
+    slice_s: float | None = None  # longest time of the step
 
 
 class StepChunk(NamedTuple):
@@ -39,6 +41,7 @@ class InFlightStep(NamedTuple):
     epochs: Int64Array  # [n] at scheduling
     scheduled_at: float  # seconds
     started: list[Request]
+    turn: Turn | None = None
 
 
 class StepPlan:
@@ -51,7 +54,8 @@ class StepPlan:
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.token_budget = limits.token_budget  # left
-        self.bucket: str | None = None  # of the requests that entered; None: none did
+        self.bucket: str | None = None  # of the step; None: not chosen yet
+        self.turn: Turn | None = None
         self.num_joined = 0
         self.started: list[Request] = []
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
@@ -140,7 +144,7 @@ class StepPlan:
             start_positions=starts,
             num_scheduled_tokens=counts,
             samples=samples,
-            num_decodes=num_decodes + sum([chunk.num_tokens == 1 and not self.bucket for chunk in chunks]),
+            num_decodes=0 if self.bucket else num_decodes + sum([chunk.num_tokens == 1 for chunk in chunks]),
             num_tokens=num_decodes + sum([chunk.num_tokens for chunk in chunks]),
             new_rows=tuple(self.new_rows),
             freed_rows=freed_rows,

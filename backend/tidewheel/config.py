@@ -25,7 +25,7 @@ PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
 StrategyName = Literal["continuous", "static", "dynamic", "predictive", "hybrid"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 MaxModelLen = int | Literal["auto"]
-Kind = Literal["text", "one_shot"]
+Kind = Literal["text", "one_shot", "iterative"]
 
 REMOTE = "triton"  # adapter of models that another backend serves
 MODEL_NOT_SET = "model is not set: give a folder or a Hugging Face id"
@@ -134,7 +134,7 @@ class EngineConfig(SchedulingSettings):
     async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
 
     # one-shot models
-    kind: Kind = "text"  # set by the backend: one_shot if `adapter`, or the model's file, says so
+    kind: Kind = "text"  # set by the backend if `adapter`, or the model's file, says so
     adapter: str = ""  # what runs a one-shot model, such as onnxruntime; empty: as its file says, or a text model
     adapter_options: str = "{}"  # what the adapter alone reads, by its page in the documentation
     buckets: str = "{}"  # sizes by dynamic dimension, to which inputs are padded with zeros: fewer shapes to batch
@@ -216,11 +216,11 @@ class EngineConfig(SchedulingSettings):
             raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
 
     def _check_kind(self) -> None:
-        if (self.kind == "one_shot") != bool(self.adapter):
+        if (self.kind == "text") == bool(self.adapter):
             raise ConfigError(
                 f"kind is {self.kind}, and adapter {self.adapter!r}: leave kind out, and name an adapter"
             )
-        wrong = TEXT_ONLY if self.kind == "one_shot" else ONE_SHOT_ONLY
+        wrong = ONE_SHOT_ONLY if self.kind == "text" else TEXT_ONLY
         for name in sorted(wrong & self.to_settings().keys()):
             raise ConfigError(f"{name} is set, and a model of kind {self.kind} does not read it: leave it out")
 

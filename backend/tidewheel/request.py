@@ -84,8 +84,9 @@ class Request:
     soft_deadline: float | None = None  # drops the request one class
     session_id: str = ""  # unique per tenant
     session_ttl: float = 0.0  # seconds that the session's blocks outlive the end
-    bucket: str = ""  # of a one-shot request: only requests of one bucket share a step
+    bucket: str = ""  # of a request without text: only requests of one bucket share a step
     inputs: Mapping[str, npt.NDArray[Any]] | None = None  # of a one-shot request, until it runs
+    step_options: Any = None  # `StepOptions` of a model that takes many steps
     leader: Request | None = None  # first of `n` requests with one prompt; the others fork its prompt blocks
 
     num_prompt_tokens: int = field(init=False)
@@ -106,7 +107,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list, init=False)
     prompt_logprobs: list[TopLogprobs] = field(default_factory=list, init=False)  # of tokens 1, 2, …; so far
     pooled: npt.NDArray[np.float32] | None = field(default=None, init=False)  # [hidden_size], so far; a sum
-    outputs: Mapping[str, npt.NDArray[Any]] | None = field(default=None, init=False)  # of a one-shot request
+    outputs: Mapping[str, npt.NDArray[Any]] | None = field(default=None, init=False)  # not text; taken when sent
+    progress: Any = field(default=None, init=False)  # `Progress` of a model that takes many steps
     has_sent_prompt: bool = field(default=False, init=False)  # its log-probabilities
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # digests of full blocks, extended on demand
     num_preemptions: int = field(default=0, init=False)

@@ -72,15 +72,17 @@ def complete_entry(config: Any, server_pid: int) -> Any | None:
     entry = config.as_dict()
     folder = find_entry(entry.get("name", ""), server_pid)
     settings = None if folder is None else one_shot_settings(entry, folder)
-    return None if settings is None else complete(config, signature_of(settings))
+    if settings is None:
+        return None
+    return complete(config, signature_of(settings), decoupled=settings.kind == "iterative")
 
 
-def complete(config: Any, signature: Signature) -> Any:
+def complete(config: Any, signature: Signature, *, decoupled: bool = False) -> Any:
     """Add the model's tensors to a `pb_utils.ModelConfig`. Raise `ConfigError` for contradictory fields."""
     entry = config.as_dict()
     for _, message in contradictions(entry, signature):
         raise ConfigError(message)
-    return add_missing(config, _declared(entry, signature), optional={}, decoupled=False)
+    return add_missing(config, _declared(entry, signature), optional={}, decoupled=decoupled)
 
 
 def contradictions(entry: Mapping[str, Any], signature: Signature) -> Iterator[tuple[str, str]]:
@@ -123,7 +125,13 @@ def _declared(entry: Mapping[str, Any], signature: Signature) -> dict[str, list[
 
 
 def read_tensors(
-    request: Any, settings: FrontendSettings, max_input_mb: int, arrival_ns: int, call: RemoteCall | None = None
+    request: Any,
+    settings: FrontendSettings,
+    max_input_mb: int,
+    arrival_ns: int,
+    call: RemoteCall | None = None,
+    *,
+    stream: bool = False,
 ) -> TensorRequest:
     """Copy a Triton request's tensors, unless `call` has them. Raise `PromptTooLarge`, before the copy, or `Busy`."""
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -136,6 +144,7 @@ def read_tensors(
         request_id=request.request_id(),
         inputs=PackedTensors.of(arrays) if call is None else PackedTensors(shapes),
         call=call,
+        stream=stream,
         parameters=(ParameterSource(origin="request parameter", values=parameters),) if parameters else (),
         arrival_ns=arrival_ns,
         traceparent=traceparent(request, settings),

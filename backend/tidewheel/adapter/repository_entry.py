@@ -89,7 +89,7 @@ def resolve_settings(entry: ModelEntry) -> ModelSettings:
     settings = _read(entry)
     frontend = _take_frontend(settings)
     completed = with_kind(settings, entry.folder / entry.version)
-    if completed.get("kind") == "one_shot":
+    if completed.get("kind", "text") != "text":
         if entry.max_batch_size and "max_num_batched_tokens" not in settings:
             completed["max_num_batched_tokens"] = entry.max_batch_size
         settings = completed

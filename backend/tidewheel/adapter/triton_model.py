@@ -91,9 +91,10 @@ class TritonPythonModel:
 
     def _read(self, request: Any, sink: TritonSink, arrival_ns: int) -> GenerateRequest:
         frontend, config = self._settings.frontend, self._follower.serving.target.config
-        if config.kind == "one_shot":
+        if config.kind != "text":
             call = None if self._called is None else ModelCall(self._called, request)
-            asked = read_tensors(request, frontend, config.max_input_mb, arrival_ns, call)
+            stream = config.kind == "iterative" and self._settings.entry.decoupled
+            asked = read_tensors(request, frontend, config.max_input_mb, arrival_ns, call, stream=stream)
             sink.inputs = call or asked.inputs
             return asked
         generate, sink.format = read_request(

@@ -18,6 +18,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
+from tidewheel.one_shot.iterative import IterativeRunner
 from tidewheel.one_shot.remote import RemoteRunner
 from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.record.recorder import BUFFER_BYTES, Recorder, RecordingScheduler
@@ -43,6 +44,8 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
     """Load the model. Imports torch here, because that takes seconds."""
+    if config.kind == "iterative":
+        return IterativeRunner.load(config, progress)
     if config.kind == "one_shot":
         return (RemoteRunner if config.is_remote else OneShotRunner).load(config, progress)
     from tidewheel.runner.model_runner import ModelRunner
@@ -104,7 +107,8 @@ def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
         max_model_len=info.max_model_len,
         max_inflight_steps=info.num_blocks if config.is_remote else 1 + info.async_scheduling,
         policy=config.scheduling_policy,
-        least_cut_tokens=1 if config.kind == "one_shot" else 16,
+        least_cut_tokens=16 if config.kind == "text" else 1,
+        takes_turns=config.kind == "iterative",
         has_quantized_copy=config.pressure_quantization != "none",
         tenants=tenants,
         swap_seconds_per_block=info.swap_seconds_per_block,

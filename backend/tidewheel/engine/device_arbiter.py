@@ -291,7 +291,7 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
         config.device_weight,
         1e-3 * config.device_slice_ms,
         memory,
-        is_one_shot=config.kind == "one_shot",
+        is_one_shot=config.kind != "text",
     )
     try:
         base = make_private(folder, "it is removed") / ("cpu" if is_cpu else f"cuda-{number}")

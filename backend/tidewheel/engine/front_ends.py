@@ -159,7 +159,7 @@ class FrontEnds:
             if route is None:
                 continue
             sampling = request.sampling
-            if not route.is_only or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            if not route.is_only or request.bucket or (sampling.logprobs, sampling.prompt_logprobs) != (None, None):
                 others.append(index)
                 continue
             _, positions, keys = columns.setdefault(route.front_end.identity, (route.front_end, [], []))
@@ -176,7 +176,7 @@ class FrontEnds:
         elif route := self._routes.get(request.request_id):
             wire, prompt = None if logprobs is None else [logprobs], messages.unsent_prompt_logprobs(request)
             delta = messages.Delta(route.key, token_ids, "", None, wire, None, route.sequence, prompt)
-            route.front_end.unsent.append(delta)
+            route.front_end.unsent.append(messages.with_preview(delta, request))
 
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
         route = self._routes.pop(request.request_id, None)

@@ -15,6 +15,7 @@ import numpy as np
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.errors import Busy, InternalError, TidewheelError, WaitingSetFull, from_wire
 from tidewheel.one_shot.shared_tensors import PackedTensors
+from tidewheel.one_shot.step_options import StepOptions
 from tidewheel.request import FinishReason, Pooling, Request, WeightsUsed
 from tidewheel.request_options import RequestOptions
 from tidewheel.runner.info import RunnerInfo
@@ -23,7 +24,7 @@ from tidewheel.settings import MIB, shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 14
+PROTOCOL = 15
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of all sequences
@@ -67,7 +68,8 @@ class AddRequest(Message, frozen=True):
     grammar_name: str = ""  # its parameter, for messages
     end_token_ids: tuple[int, ...] = ()  # those that only the grammar's end allows
     request_id: str = ""  # the client's
-    inputs: PackedTensors | None = None  # of a one-shot request; `prompt` has a 0 for each item; may lack data
+    inputs: PackedTensors | None = None  # of a request without text; `prompt` has a 0 for each item; may lack data
+    step_options: StepOptions | None = None  # of a model that takes many steps
 
 
 class BatchDone(Message, frozen=True):
@@ -142,7 +144,8 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
     def describe(self) -> list[str]:
         if self.signature is not None:
             tensors = (*self.signature.inputs, *self.signature.outputs)
-            loaded = f"model: one-shot by {self.architecture} on {self.device}, loaded in {self.load_seconds:.1f} s"
+            kind = "one-shot" if self.offer is None else "many steps"
+            loaded = f"model: {kind} by {self.architecture} on {self.device}, loaded in {self.load_seconds:.1f} s"
             shown = ", ".join(spec.describe() for spec in tensors)
             lines = [loaded, f"batches of at most {self.max_num_batched_tokens}: {shown}"]
             return [*lines, *([self.slow_item] if self.slow_item else [])]
@@ -239,13 +242,15 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     index: int = 0  # of the sequence, or `WHOLE_REQUEST`
     prompt_logprobs: list[TopLogprobs] | None = None  # of the prompt without its first token; once
     pooled: bytes = b""  # float32 little endian, with an embedding's end
-    outputs: PackedTensors | None = None  # with a one-shot request's end
+    outputs: PackedTensors | None = None  # of a request without text: at the end, and previews
 
     @classmethod
     def last(
         cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
     ) -> Delta:
         error, outputs = request.error, None
+        if request.finish_reason is FinishReason.DEADLINE and request.progress is not None:
+            request.outputs = request.progress.at_deadline()
         try:
             outputs = None if request.outputs is None else PackedTensors.of(request.outputs, is_result=True)
         except Busy as full:
@@ -268,6 +273,17 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def whole(cls, key: int, reason: FinishReason, error: TidewheelError | None = None) -> Delta:
         return cls(key, [], reason.value, None if error is None else ErrorInfo.of(error), index=WHOLE_REQUEST)
+
+
+def with_preview(delta: Delta, request: Request) -> Delta:
+    """Return the delta with the request's preview, if there is one and shared memory has room for it."""
+    preview, request.outputs = request.outputs, None
+    if preview is None:
+        return delta
+    try:
+        return msgspec.structs.replace(delta, outputs=PackedTensors.of(preview, is_result=True))
+    except Busy:
+        return delta
 
 
 class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -11,6 +11,7 @@ from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.grammar import RowGrammar, TokenGrammar
 from tidewheel.one_shot.signature import Arrays
+from tidewheel.one_shot.step_options import StepOptions
 from tidewheel.parameters import check_count
 from tidewheel.request import Request
 from tidewheel.request_options import RequestOptions
@@ -46,7 +47,9 @@ def to_requests(
     The first is the `leader` of the rest. `seed`: for messages without a seed; `grammar`: the message's, compiled.
     Raise `InvalidRequest` or `Unsupported`.
     """
-    checked = check_request(message, info)
+    checked, step_options = check_request(message, info), None
+    if info.offer is not None:
+        step_options = info.offer.completed(message.step_options or StepOptions())
     inputs, bucket = _inputs(message, info, is_remote=config.is_remote)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
@@ -72,8 +75,9 @@ def to_requests(
             soft_deadline=_seconds(message.soft_deadline_ns),
             session_id=options.session_id,
             session_ttl=ttl,
-            bucket=bucket,
+            bucket=bucket if step_options is None else step_options.size,
             inputs=inputs,
+            step_options=step_options,
             leader=requests[0] if requests else None,
         )
         requests.append(request)
@@ -107,8 +111,9 @@ def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
         return
     tensors = ((each.name, each.dtype, each.shape) for each in message.inputs.tensors)
     items = info.signature.check(tensors, info.max_num_batched_tokens)
-    if len(message.prompt) != 4 * items or message.sampling.max_tokens != 1:
-        raise InvalidRequest(f"a one-shot request of {items} items has a prompt of as many zeros, and max_tokens 1")
+    steps = 1 if info.offer is None else info.offer.completed(message.step_options or StepOptions()).steps
+    if len(message.prompt) != 4 * items or message.sampling.max_tokens != steps:
+        raise InvalidRequest(f"a request of {items} items has a prompt of as many zeros, and max_tokens {steps}")
 
 
 def _inputs(message: AddRequest, info: EngineInfo, *, is_remote: bool) -> tuple[Arrays | None, str]:

@@ -155,7 +155,7 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
     settings = judge_settings(entry).settings if entry.is_ours else None
     if settings is None or settings.owner.name != entry.name:
         return
-    if settings.engine.kind == "one_shot":
+    if settings.engine.kind != "text":
         yield from located(entry, "model", _judge_one_shot(entry, settings.engine, report))
         return
     # It imports torch, which takes seconds.

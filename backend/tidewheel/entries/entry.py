@@ -15,6 +15,7 @@ from tidewheel.adapter.one_shot import is_one_shot
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
 from tidewheel.entries.findings import Field, by_path, pbtxt_fields
 from tidewheel.errors import ConfigError
+from tidewheel.one_shot.adapters import with_kind
 from tidewheel.regular_files import read_object, read_text
 
 CONFIG_NAME = "config.pbtxt"
@@ -61,7 +62,10 @@ class Entry:
     @property
     def is_decoupled(self) -> bool:
         has_policy = self.config.HasField("model_transaction_policy")
-        return bool(self.config.model_transaction_policy.decoupled) if has_policy else not self.is_one_shot
+        if has_policy:
+            return bool(self.config.model_transaction_policy.decoupled)
+        kind = with_kind(self.settings, self.folder / served_version(self.folder, self.config)).get("kind")
+        return not self.is_one_shot or kind == "iterative"
 
     @cached_property
     def is_one_shot(self) -> bool:

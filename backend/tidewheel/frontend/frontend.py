@@ -37,6 +37,7 @@ from tidewheel.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 _DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between steps
+_PREVIEW_GRACE_NS = 10_000_000_000  # for a step under way, and a preview
 _CLOSE_TIMEOUT_S = 5.0
 _SHUTTING_DOWN = "the server is shutting down"
 NUM_TOKENIZERS = 2  # threads
@@ -257,10 +258,12 @@ class Frontend:
         return True
 
     def _expire(self, request: LiveRequest) -> None:
-        """End a request past its deadline; give an engine that knows the request `_DEADLINE_GRACE_NS` to end it."""
+        """End a request past its deadline; give an engine that knows the request a grace to end it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
-            request.expires_ns = request.deadline_ns + _DEADLINE_GRACE_NS
+            message = request.prepared.message
+            takes_preview = message and message.step_options and message.step_options.on_deadline == "preview"
+            request.expires_ns = request.deadline_ns + (_PREVIEW_GRACE_NS if takes_preview else _DEADLINE_GRACE_NS)
         elif request.has_output:
             self._end(request, Ending(FinishReason.DEADLINE))
         else:

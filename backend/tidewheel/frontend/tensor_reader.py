@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import base64
+import io
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, EngineInfo, RequestStats
 from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest, TidewheelError
+from tidewheel.frontend.coercion import ParameterSource, show
 from tidewheel.frontend.output import OutputChunk, Outputs, Response
 from tidewheel.frontend.request_parameters import AnyTask, GenerateRequest, parse_parameters
 from tidewheel.frontend.request_reader import PreparedRequest
 from tidewheel.one_shot.shared_tensors import PackedTensors
-from tidewheel.one_shot.signature import Arrays
+from tidewheel.one_shot.signature import Array, Arrays
+from tidewheel.one_shot.step_options import StepOptions
 from tidewheel.request import FinishReason
 from tidewheel.sampling import SamplingParams
 
@@ -32,6 +37,9 @@ class TensorRequest(GenerateRequest):
     call: RemoteCall | None = None  # of another model with the request's tensors, when the engine says so
 
 
+_ONE_STEP = SamplingParams(max_tokens=1)
+
+
 class TensorReader:
     """Reader of the requests of a one-shot model. Thread-safe."""
 
@@ -45,24 +53,47 @@ class TensorReader:
         signature = self._info.signature
         if signature is None or not isinstance(request, TensorRequest):
             raise InvalidRequest("a one-shot model takes tensors")
-        options = parse_parameters(request.parameters, task=request.task).options
+        offer, (step_options, sources) = self._info.offer, (None, request.parameters)
+        if offer is not None:
+            given, sources = _take_step_options(request.parameters)
+            step_options = offer.completed(given)
+            if step_options.preview_every and not request.stream:
+                raise InvalidRequest("preview_every is set, and this model answers once: use the decoupled model")
+        options = parse_parameters(sources, task=request.task).options
         tensors = ((each.name, each.dtype, each.shape) for each in request.inputs.tensors)
         items = signature.check(tensors, self._info.max_num_batched_tokens)
         message = AddRequest(
             key,
             bytes(4 * items),
-            SamplingParams(max_tokens=1),
+            SamplingParams(seed=step_options.seed, max_tokens=step_options.steps) if step_options else _ONE_STEP,
             inputs=request.inputs,
+            step_options=step_options,
             options=options,
             arrival_ns=arrival_ns,
             deadline_ns=options.deadline_ns(arrival_ns, request.timeout_us),
             soft_deadline_ns=options.soft_deadline_ns(arrival_ns),
             request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         )
+        if step_options is not None:
+            return PreparedRequest(message, PreviewOutputs(items, arrival_ns, step_options.format))
         return PreparedRequest(message, TensorOutputs(items, arrival_ns, request.call))
 
     def close(self) -> None:
         pass
+
+
+def _take_step_options(sources: Sequence[ParameterSource]) -> tuple[StepOptions, tuple[ParameterSource, ...]]:
+    """Return the parameters of a model that takes many steps, and the others. Raise `InvalidRequest`."""
+    names = StepOptions.__struct_fields__
+    given = {name: value for source in sources for name, value in source.values.items() if name in names}
+    others = ({name: value for name, value in source.values.items() if name not in names} for source in sources)
+    try:
+        options = msgspec.convert(given, StepOptions, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$.")  # "Expected `int`" and "steps`"
+        name = place.rstrip("`")
+        raise InvalidRequest(f"{name} is {show(given[name])}: {what}") from None
+    return options, tuple(ParameterSource(origin="parameters", values=values) for values in others)
 
 
 class TensorOutputs(Outputs):
@@ -115,3 +146,42 @@ class TensorOutputs(Outputs):
                 stats=self._times,
             )
         ]
+
+
+class PreviewOutputs(TensorOutputs):
+    """Outputs of a request that takes many steps: the newest preview, then the result. Not thread-safe."""
+
+    def __init__(self, num_items: int, arrival_ns: int, image_format: str) -> None:
+        super().__init__(num_items, arrival_ns)
+        self._format = image_format
+        self._num_steps = 0
+
+    @property
+    def num_output_tokens(self) -> list[int]:
+        return [self._num_steps]
+
+    def push(self, deltas: Iterable[Delta]) -> list[int]:
+        for delta in deltas:
+            self._num_steps += len(delta.token_ids)
+            if delta.finish_reason and delta.outputs is None:
+                self._tensors = None  # an unsent preview is no result
+            super().push([delta])
+        return []
+
+    def take(self) -> Response:
+        if self._tensors is not None and self._format != "raw":
+            png = encode_png(self._tensors["image"])
+            data = png if self._format == "png" else base64.b64encode(png)
+            self._tensors = {"step": self._tensors["step"], "png": np.array([data], np.object_)}
+        response = super().take()
+        self._tensors = None
+        return response
+
+
+def encode_png(image: Array) -> bytes:
+    """Return uint8 [height, width, channels], of 1 (grey), 3 (RGB) or 4 (RGBA), as a PNG file."""
+    from PIL import Image  # comes with the extra diffusers
+
+    file = io.BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, "PNG")
+    return file.getvalue()

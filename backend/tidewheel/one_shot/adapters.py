@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from tidewheel.config import REMOTE, EngineConfig
+from tidewheel.config import REMOTE, EngineConfig, Kind
 from tidewheel.errors import ConfigError
 from tidewheel.one_shot.model_file import Adapter, converted
 from tidewheel.one_shot.signature import Signature
@@ -26,6 +26,7 @@ class AdapterKind(NamedTuple):
     extra: str  # of pyproject.toml; empty: none is needed
     file: str = ""  # in a version folder, or its suffix in `model`, means this adapter; empty: none does
     has_options: bool = False
+    kind: Kind = "one_shot"
 
 
 ADAPTERS: Mapping[str, AdapterKind] = {
@@ -35,10 +36,11 @@ ADAPTERS: Mapping[str, AdapterKind] = {
     "openvino": AdapterKind("tidewheel.one_shot.openvino_ir", "openvino", "model.xml"),
     "tensorrt": AdapterKind("tidewheel.one_shot.tensorrt_plan", "tensorrt", "model.plan"),
     "encoder": AdapterKind("tidewheel.one_shot.encoder", "", has_options=True),
+    "diffusers": AdapterKind("tidewheel.one_shot.diffusion", "diffusers", has_options=True, kind="iterative"),
     REMOTE: AdapterKind("tidewheel.one_shot.remote", "", has_options=True),
 }
 DEFAULTS: Mapping[str, object] = {
-    "kind": "one_shot", "enable_prefix_caching": False, "cache_aware_order": False, "async_scheduling": False,
+    "enable_prefix_caching": False, "cache_aware_order": False, "async_scheduling": False,
     "admit_by_growth": False, "max_num_seqs": 32, "max_num_batched_tokens": 32,
 }  # fmt: skip
 
@@ -52,7 +54,8 @@ def with_kind(settings: Mapping[str, object], folder: Path | None = None) -> dic
     adapter = adapter or {Path(file).suffix: name for file, name in files.items()}.get(Path(model).suffix, "")
     if not adapter:
         return dict(settings)
-    return {**DEFAULTS, **settings, "adapter": adapter, "model": model}
+    kind = ADAPTERS[adapter].kind if adapter in ADAPTERS else "one_shot"
+    return {"kind": kind, **DEFAULTS, **settings, "adapter": adapter, "model": model}
 
 
 def load_adapter(config: EngineConfig) -> tuple[Adapter, Signature]:

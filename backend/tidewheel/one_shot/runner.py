@@ -120,7 +120,7 @@ class OneShotRunner:
         try:
             return self._checked(self._cut(self._run([inputs]), inputs))
         except Exception as error:
-            return ModelFailed(f"the model raised an error for this request: {_reason(error)}")
+            return ModelFailed(f"the model raised an error for this request: {reason_of(error)}")
 
     def _run_joined(self, inputs: Sequence[Arrays]) -> list[Arrays]:
         """Run several requests as one. Raise what the model raises, or `ValueError` for outputs of other sizes."""
@@ -198,7 +198,7 @@ def _item_ms(adapter: Adapter, signature: Signature) -> float:
             times.append(time.monotonic())
         return 1e3 * (times[2] - times[1])
     except Exception as error:
-        log.info("an item of zeros was not run: %s", _reason(error))
+        log.info("an item of zeros was not run: %s", reason_of(error))
         return 0.0
 
 
@@ -228,5 +228,5 @@ def _is_finite(array: Array) -> bool:
         return bool(np.isfinite(array.sum()) or np.isfinite(array).all())  # the sum may overflow
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_CHARS]}"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 
 from tidewheel.one_shot.signature import Signature
+from tidewheel.one_shot.step_options import StepOffer
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,4 +34,5 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int = 0  # 0: a CPU
     stage_seconds: dict[str, float] = {}
     slow_item: str = ""  # log line, if one item of a one-shot model takes longer than a slice
-    signature: Signature | None = None  # of a one-shot model
+    signature: Signature | None = None  # of a model without text
+    offer: StepOffer | None = None  # of a model that takes many steps

@@ -1,0 +1,144 @@
+"""Models that take many steps, such as diffusion pipelines: a step of the scheduler is a step of each of its rows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+
+from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError, ModelFailed, NumericError, TidewheelError
+from tidewheel.one_shot.adapters import load_adapter
+from tidewheel.one_shot.runner import FinishedRun, reason_of
+from tidewheel.one_shot.signature import Arrays, Signature
+from tidewheel.one_shot.step_options import StepOffer, StepOptions
+from tidewheel.request import Request
+from tidewheel.runner.info import RunnerInfo
+
+log = logging.getLogger(__name__)
+
+_BLOCKS_PER_ROW = 4
+_T = TypeVar("_T")
+State = Any  # of one request, made by `prepare`
+
+
+class IterativeModel(Protocol):
+    """Model that an adapter loads. Methods may raise anything; `step` then leaves all states as they were."""
+
+    signature: Signature
+    device: str
+    weights_bytes: int
+    offer: StepOffer
+
+    def prepare(self, inputs: Arrays, seed: int, options: StepOptions) -> State: ...
+
+    def step(self, states: Sequence[State]) -> list[bool]:
+        """Compute the next step of each, of one size. Return which are finite."""
+
+    def decode(self, states: Sequence[State]) -> list[Arrays]:
+        """Return the outputs, also before the last step."""
+
+
+class Progress:
+    """State of a request that has begun. It stays with the request while others preempt it."""
+
+    def __init__(self, model: IterativeModel, state: State, options: StepOptions) -> None:
+        self.state, self.num_steps = state, 0
+        self._model, self._options = model, options
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether the last step gives an output: a preview, or the result."""
+        every = self._options.preview_every
+        return self.num_steps == self._options.steps or bool(every and self.num_steps % every == 0)
+
+    def with_step(self, outputs: Arrays) -> Arrays:
+        return {**outputs, "step": np.array([self.num_steps], np.int32)}
+
+    def at_deadline(self) -> Arrays | None:
+        """Return what the request's owner gets at its deadline; None: an error."""
+        if self._options.on_deadline == "error" or not self.num_steps:
+            return None
+        try:
+            return self.with_step(self._model.decode([self.state])[0])
+        except Exception as error:
+            log.warning("the preview at a deadline failed: %s", reason_of(error))
+            return None
+
+
+class IterativeRunner:
+    """Runner that stands where `ModelRunner` stands. If a batch fails, each of its requests is tried alone, once."""
+
+    def __init__(self, model: IterativeModel, config: EngineConfig, load_seconds: float = 0.0) -> None:
+        self._model = model
+        self._rows: dict[int, Request] = {}
+        num_rows, num_slots = min(config.max_num_seqs, config.max_num_batched_tokens), model.offer.max_steps + 1
+        self.info = RunnerInfo(
+            model=config.model, architecture=config.adapter, device=model.device, dtype="", vocab_size=1,
+            max_model_len=num_slots, max_num_seqs=num_rows, max_num_batched_tokens=num_rows, block_size=num_slots,
+            num_blocks=_BLOCKS_PER_ROW * num_rows, weights_bytes=model.weights_bytes, load_seconds=load_seconds,
+            signature=model.signature, offer=model.offer,
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
+        """Load the model. Raise `ConfigError`."""
+        begin = time.monotonic()
+        if progress is not None:
+            progress("load", 0.0)
+        if config.batch_axes != "{}" or config.buckets != "{}":
+            raise ConfigError(f"batch_axes and buckets do not go with adapter {config.adapter}: leave them out")
+        model: Any = load_adapter(config)[0]
+        return cls(model, config, time.monotonic() - begin)
+
+    def launch(self, batch: ScheduledBatch) -> FinishedRun:
+        """Compute a step of each request, and the outputs of those that show one."""
+        for row in batch.freed_rows.tolist():
+            self._rows.pop(row, None)
+        self._rows |= {new.row: new.request for new in batch.new_rows}
+        requests = [self._rows[row] for row in batch.rows.tolist()]
+        for request in requests:
+            if request.progress is None:
+                _each([request], self._begin)
+        self._advance([request for request in requests if request.error is None])
+        tokens = [0 if request.error is None else SampledTokens.NOT_FINITE for request in requests]
+        return FinishedRun(SampledTokens(batch.step_id, np.array(tokens, np.int32)))
+
+    def _begin(self, requests: Sequence[Request]) -> list[None]:
+        for request in requests:
+            options = request.step_options or StepOptions()
+            state = self._model.prepare(request.inputs or {}, request.seed, options)
+            request.progress, request.inputs = Progress(self._model, state, options), None
+        return [None] * len(requests)
+
+    def _advance(self, requests: Sequence[Request]) -> None:
+        for request, is_finite in _each(requests, lambda some: self._model.step(_states(some))):
+            request.progress.num_steps += 1
+            if not is_finite:
+                step = f"step {request.progress.num_steps}"
+                request.error = NumericError(f"{step} is not finite (NaN or infinite); only this request is affected")
+        shown = [request for request in requests if request.error is None and request.progress.is_shown]
+        for request, outputs in _each(shown, lambda some: self._model.decode(_states(some))):
+            request.outputs = request.progress.with_step(outputs)
+
+
+def _states(requests: Sequence[Request]) -> list[State]:
+    return [request.progress.state for request in requests]
+
+
+def _each(requests: Sequence[Request], work: Callable[[Sequence[Request]], list[_T]]) -> list[tuple[Request, _T]]:
+    """Return the results of requests together or, if that fails, of each alone, which takes its error."""
+    try:
+        return list(zip(requests, work(requests), strict=True)) if requests else []
+    except Exception as error:
+        if len(requests) > 1:
+            kind = type(error).__name__  # its text may quote inputs
+            log.warning("a step of %d requests raised %s: each is tried alone", len(requests), kind)
+            return [pair for request in requests for pair in _each([request], work)]
+        failure = ModelFailed(f"the model raised an error for this request: {reason_of(error)}")
+        requests[0].error = error if isinstance(error, TidewheelError) else failure
+        return []

@@ -1,0 +1,229 @@
+"""Diffusion pipelines of a folder of diffusers: safetensors alone, and no code of the folder runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import diffusers
+import msgspec
+import numpy as np
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.one_shot.model_file import converted
+from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
+from tidewheel.one_shot.step_options import StepOffer, StepOptions
+from tidewheel.one_shot.torch_program import take_device
+from tidewheel.regular_files import read_object
+
+_PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+_PIPELINES = ("DDPMPipeline", "DDIMPipeline", "StableDiffusionPipeline")
+_MAX_PROMPT_CHARS = 4096  # more are cut; the tokenizer keeps 77 tokens
+
+
+class DiffusersOptions(msgspec.Struct, forbid_unknown_fields=True):
+    sizes: list[str] = []  # such as "512x512", height first; none: the model's own
+    max_steps: int = 1000
+    default_steps: int = 50
+    default_guidance: float = 7.5  # of pipelines that know guidance
+    null_label: int | None = None  # label that the model was trained to take for none, for guidance
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class Denoising:
+    """State of one picture: its noisy sample, and a scheduler of diffusers of its own."""
+
+    def __init__(self, scheduler: Any, steps: int, sample: torch.Tensor, generator: torch.Generator) -> None:
+        scheduler.set_timesteps(steps)
+        names = inspect.signature(scheduler.step).parameters
+        self.scheduler = scheduler
+        self.more = {"generator": generator} if "generator" in names else {}
+        self.sample = sample * getattr(scheduler, "init_noise_sigma", 1.0)  # [1, channels, height, width]
+        self.best = self.sample  # guess at the picture
+        self.num_done = 0
+        self.guidance = 0.0
+        self.conditions: list[torch.Tensor] = []  # with guidance two: of the request, and of none
+
+    def next_sample(self, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sample after a step, and the guess at the picture."""
+        timestep = self.scheduler.timesteps[self.num_done]
+        found = self.scheduler.step(noise, timestep, self.sample, **self.more)
+        guess = found.get("pred_original_sample")
+        return found.prev_sample, found.prev_sample if guess is None else guess
+
+
+class Pipeline:
+    """`IterativeModel` of DDPM and DDIM pipelines, without condition or with a label."""
+
+    def __init__(self, folder: Path, kind: str, config: EngineConfig, options: DiffusersOptions) -> None:
+        device = take_device(config)
+        self._torch_device, self._dtype = device, getattr(torch, options.dtype)
+        self._options = options
+        unet_class = diffusers.UNet2DConditionModel if kind == "StableDiffusionPipeline" else diffusers.UNet2DModel
+        self._unet: Any = self._load(unet_class, folder / "unet")
+        self._make_scheduler = _scheduler_maker(folder / "scheduler", is_ddim=kind == "DDIMPipeline")
+        self._num_labels = self._unet.config.get("num_class_embeds") or 0
+        self._scale, channels, inputs, has_guidance = self._describe()
+        max_steps = min(options.max_steps, self._make_scheduler().config.num_train_timesteps)
+        self.device = f"{device} ({torch.get_num_threads()} threads)"
+        self.weights_bytes = self._unet.get_memory_footprint()
+        own = self._unet.config.sample_size
+        sides = (own, own) if isinstance(own, int) else own
+        sizes = tuple(options.sizes) or ("x".join(str(side * self._scale) for side in sides),)
+        guidance = options.default_guidance if has_guidance else 0.0
+        self.offer = StepOffer(sizes, max_steps, min(options.default_steps, max_steps), guidance)
+        for size in sizes:
+            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size) or any(
+                int(side) % self._scale for side in size.split("x")
+            ):
+                raise ConfigError(f"sizes has {size!r}: give height x width, multiples of {self._scale}, as 512x512")
+        image = TensorSpec("image", "UINT8", ("height", "width", channels))
+        self.signature = Signature(
+            inputs, (image, TensorSpec("step", "INT32", (1,)), TensorSpec("png", "BYTES", (1,)))
+        )
+
+    def _describe(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
+        """Return a side's pixels for each number of the sample, channels, inputs, and whether there is guidance."""
+        inputs = (TensorSpec("label", "INT32", (1,)),) if self._num_labels else ()
+        return 1, int(self._unet.config.out_channels), inputs, self._options.null_label is not None
+
+    def _load(self, kind: Any, folder: Path) -> Any:
+        is_text = kind is CLIPTextModel
+        more = {"dtype": self._dtype} if is_text else {"torch_dtype": self._dtype, "low_cpu_mem_usage": False}
+        model = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True, **more)
+        return model.to(self._torch_device).eval()
+
+    @torch.inference_mode()
+    def prepare(self, inputs: Arrays, seed: int, options: StepOptions) -> Denoising:
+        generator = torch.Generator().manual_seed(seed % (1 << 63))
+        height, width = (int(side) // self._scale for side in options.size.split("x"))
+        shape = (1, self._unet.config.in_channels, height, width)
+        sample = randn_tensor(shape, generator, self._torch_device, self._dtype)
+        state = Denoising(self._make_scheduler(), options.steps or 1, sample, generator)
+        state.guidance = options.guidance_scale or 0.0
+        state.conditions = self._conditions(inputs, with_none=state.guidance > 1.0)
+        return state
+
+    def _conditions(self, inputs: Arrays, *, with_none: bool) -> list[torch.Tensor]:
+        if not self._num_labels:
+            return []
+        label, limit = int(inputs["label"][0]), self._num_labels - (self._options.null_label is not None)
+        if not 0 <= label < limit:
+            raise InvalidRequest(f"label is {label}: the model's labels are 0 to {limit - 1}")
+        labels = [label, self._options.null_label] if with_none else [label]
+        return [torch.tensor([each], device=self._torch_device) for each in labels]
+
+    def _noise(self, samples: torch.Tensor, timesteps: torch.Tensor, conditions: list[torch.Tensor]) -> torch.Tensor:
+        labels = torch.cat(conditions) if conditions else None
+        return self._unet(samples, timesteps, class_labels=labels).sample  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def step(self, states: Sequence[Denoising]) -> list[bool]:
+        """Run the network once: for rows with guidance, on two samples."""
+        samples, timesteps, counts = [], [], []
+        for state in states:
+            timestep = state.scheduler.timesteps[state.num_done]
+            count = max(len(state.conditions), 1)
+            samples += [state.scheduler.scale_model_input(state.sample, timestep)] * count
+            timesteps += [timestep.reshape(1)] * count
+            counts.append(count)
+        conditions = [each for state in states for each in state.conditions]
+        noise = self._noise(torch.cat(samples), torch.cat(timesteps).to(self._torch_device), conditions)
+        parts: Any = noise.split(counts)  # type: ignore[no-untyped-call]
+        guided = [_guided(part, state.guidance) for part, state in zip(parts, states, strict=True)]
+        found = [state.next_sample(each) for each, state in zip(guided, states, strict=True)]
+        for state, (sample, guess) in zip(states, found, strict=True):
+            state.sample, state.best = sample, guess
+            state.num_done += 1
+        return [bool(torch.isfinite(state.sample).all()) for state in states]
+
+    @torch.inference_mode()
+    def decode(self, states: Sequence[Denoising]) -> list[Arrays]:
+        ended = [state.num_done == len(state.scheduler.timesteps) for state in states]
+        samples = [state.sample if end else state.best for state, end in zip(states, ended, strict=True)]
+        pixels = (self._pixels(torch.cat(samples)).float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
+        return [{"image": image} for image in (pixels * 255).round().astype(np.uint8)]
+
+    def _pixels(self, samples: torch.Tensor) -> torch.Tensor:
+        return samples
+
+
+class StableDiffusion(Pipeline):
+    """Pipeline with a text encoder, and latents that a decoder makes into pixels."""
+
+    def __init__(self, folder: Path, kind: str, config: EngineConfig, options: DiffusersOptions) -> None:
+        self._torch_device, self._dtype = take_device(config), getattr(torch, options.dtype)
+        self._vae: Any = self._load(diffusers.AutoencoderKL, folder / "vae")
+        self._text_encoder: Any = self._load(CLIPTextModel, folder / "text_encoder")
+        self._tokenizer: Any = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+        super().__init__(folder, kind, config, options)
+        self.weights_bytes += self._vae.get_memory_footprint() + self._text_encoder.get_memory_footprint()
+
+    def _describe(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
+        config = self._vae.config
+        scale = 2 ** (len(config.block_out_channels) - 1)
+        return scale, int(config.out_channels), (TensorSpec("prompt", "BYTES", (1,)),), True
+
+    def _conditions(self, inputs: Arrays, *, with_none: bool) -> list[torch.Tensor]:
+        prompt = inputs["prompt"][0].decode("utf-8", "replace")[:_MAX_PROMPT_CHARS]
+        return [self._encoded(text) for text in ((prompt, "") if with_none else (prompt,))]
+
+    def _encoded(self, text: str) -> torch.Tensor:
+        tokenizer = self._tokenizer
+        ids = tokenizer(
+            text, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+        ).input_ids
+        return self._text_encoder(ids.to(self._torch_device))[0]  # type: ignore[no-any-return]
+
+    def _noise(self, samples: torch.Tensor, timesteps: torch.Tensor, conditions: list[torch.Tensor]) -> torch.Tensor:
+        return self._unet(samples, timesteps, encoder_hidden_states=torch.cat(conditions)).sample  # type: ignore[no-any-return]
+
+    def _pixels(self, samples: torch.Tensor) -> torch.Tensor:
+        return self._vae.decode(samples / self._vae.config.scaling_factor).sample  # type: ignore[no-any-return]
+
+
+def load(folder: Path, config: EngineConfig) -> Pipeline:
+    """Load a folder with model_index.json."""
+    options = converted(config.adapter_options, "adapter_options", DiffusersOptions)
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise ConfigError(f"{folder} is no folder of diffusers: it has no model_index.json")
+    kind = str(read_object(index).get("_class_name"))
+    if kind not in _PIPELINES:
+        raise ConfigError(f"{folder} holds a {kind}: served are {', '.join(_PIPELINES)}")
+    for part in ("unet", "vae", "text_encoder"):
+        files = sorted((folder / part).glob("*"))
+        pickled = [file.name for file in files if file.suffix in _PICKLED]
+        if pickled and not any(file.suffix == ".safetensors" for file in files):
+            raise ConfigError(f"{folder / part} has {pickled[0]}, which is pickled: save the model as safetensors")
+    diffusers.utils.logging.disable_progress_bar()
+    return (StableDiffusion if kind == "StableDiffusionPipeline" else Pipeline)(folder, kind, config, options)
+
+
+def _scheduler_maker(folder: Path, *, is_ddim: bool) -> Callable[[], Any]:
+    settings = read_object(folder / "scheduler_config.json")
+    name = str(settings.get("_class_name"))
+    kind: Any = getattr(diffusers, name, None) if name.isidentifier() else None
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        raise ConfigError(f"{folder} names the scheduler {name}, which diffusers {diffusers.__version__} has not")
+    kind = diffusers.DDIMScheduler if is_ddim else kind  # as that pipeline does
+    scheduler = kind.from_config(settings)
+    scheduler.set_timesteps(10)
+    if (count := len(scheduler.timesteps)) != 10:
+        raise ConfigError(f"{folder}: {name} runs the network {count} times in 10 steps: name DDIMScheduler, say")
+    return lambda: kind.from_config(settings)
+
+
+def _guided(noise: torch.Tensor, guidance: float) -> torch.Tensor:
+    """Return the noise of one picture [1, …]: of its condition, or moved away from that of none."""
+    if len(noise) == 1:
+        return noise
+    given, none = noise[:1], noise[1:]
+    return none + guidance * (given - none)

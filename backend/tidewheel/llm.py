@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, OutputChunk, Outputs
 from tidewheel.frontend.request_reader import MessageMaker, truncated
+from tidewheel.frontend.speech import SpeechRules
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import TokenGrammar
 from tidewheel.request import FinishReason, Request, WeightsUsed
@@ -41,7 +42,7 @@ from tidewheel.stats import EngineStats
 T = TypeVar("T", SamplingParams, RequestOptions)
 _NO_OPTIONS = RequestOptions()
 _UNLIMITED = 1 << 62
-Prompt = str | Mapping[str, Sequence[int] | Int32Array]  # text, or {"input_ids": token ids}
+Prompt = str | Mapping[str, Any]  # text, {"input_ids": token ids}, or {"audio": samples, "language": "en"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +180,12 @@ class LLM(AbstractContextManager["LLM"]):
     def _prepare(
         self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
     ) -> _Prompt:
-        prompt_ids = truncated(self._prompt_ids(prompt, sampling), sampling, self.info)
-        message, outputs = self._maker.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
+        if self._maker.speech is not None:
+            given = _speech(self._maker.speech, prompt, sampling, options)
+        else:
+            prompt_ids = truncated(self._prompt_ids(prompt, sampling), sampling, self.info)
+            given = Generation(prompt_ids, sampling, options)
+        message, outputs = self._maker.prepare(number, given, now_ns)
         requests = to_requests(
             message,
             self.info,
@@ -246,7 +251,15 @@ def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
     return given
 
 
-def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:
+def _speech(rules: SpeechRules, prompt: Prompt, sampling: SamplingParams, options: RequestOptions) -> Generation:
+    if isinstance(prompt, str) or "audio" not in prompt or not prompt.keys() <= {"audio", "language", "translate"}:
+        raise InvalidRequest("a speech model takes {'audio': samples, 'language': 'en', 'translate': False}")
+    language, translate = str(prompt.get("language", "")), bool(prompt.get("translate", False))
+    prompt_ids = rules.prompt(language, translate=translate)
+    return Generation(prompt_ids, sampling, options, audio=np.asarray(prompt["audio"], np.float32))
+
+
+def _input_ids(prompt: Mapping[str, Any]) -> Int32Array:
     names = [name for name in ("input_ids", "prompt_token_ids") if name in prompt]
     if len(names) != 1 or len(prompt) != 1:
         raise InvalidRequest(f"a prompt is text or {{'input_ids': [...]}}, not a dict with {sorted(prompt)}")

@@ -82,6 +82,8 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     return_token_strs: Annotated[bool, Parameter("return the tokens' texts too, for the task `tokenize`")] = False
     echo: Annotated[bool, Parameter("return the prompt before the text")] = False
+    language: Annotated[str, _option("language of `audio`, as `en`", max_chars=40, is_printable=True)] = ""
+    translate: Annotated[bool, _option("write English of `audio` in another language")] = False
 
     def check_for(self, name: str) -> None:
         """Raise `InvalidRequest` for an option that the prompt's field does not support."""
@@ -91,6 +93,8 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
         if name != "messages" and self.add_generation_prompt is False:
             raise InvalidRequest("add_generation_prompt is false: it goes with messages")
+        if name not in ("audio", "audio_file") and (self.language or self.translate):
+            raise InvalidRequest("language or translate is set: they go with audio")
 
 
 def _moment_ns(arrival_ns: int, milliseconds: float | None) -> int:

@@ -82,7 +82,7 @@ def test_a_model_that_reads_values_is_not_captured(
     altered(monkeypatch, lambda model, logits: logits * (1.0 if logits.sum().item() else 0.0))
     with caplog.at_level(logging.INFO):
         runner = ModelRunner.load(config)
-    assert "transformers' GPT2LMHeadModel: no graph can hold a step: item waits for the device" in verdict(caplog)
+    assert "none of GPT2LMHeadModel: no graph can hold a step: item waits for the device" in verdict(caplog)
     assert accelerator.pools == []  # nothing was captured
     assert runner.info.graph_bytes == 0
     assert StepLoop(runner).run(workload(KINDS["filtered"], 3))

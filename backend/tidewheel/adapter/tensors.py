@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.frontend.coercion import INPUT_TENSOR, ParameterSource, check_size, parse_json, show, to_text
 from tidewheel.frontend.request_parameters import FIELDS, WEIGHTS, WORDS, GenerateRequest, Task
@@ -19,6 +19,7 @@ from tidewheel.parameters import MAX_INT32
 MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
 _TRACE_HEADERS = ("traceparent", "tracestate")  # that Triton or the gateway sends as parameters
 _MAX_TRACEPARENT_CHARS = 128
+Number = TypeVar("Number", bound=np.generic)
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 
@@ -84,6 +85,8 @@ _SAMPLING_DIMS = {spec.name: spec.dims for spec in SAMPLING_INPUTS}
 INPUTS = (
     *_specs("TYPE_STRING", "text_input messages sampling_parameters task"),
     *_specs("TYPE_INT32", "input_ids", (-1,)),
+    *_specs("TYPE_FP32", "audio", (-1,)),
+    *_specs("TYPE_STRING", "audio_file"),
     *_specs("TYPE_BOOL", "stream exclude_input_in_output accumulate_tokens"),
     *_specs("TYPE_BOOL", " ".join(RETURN_FLAGS)),
     *SAMPLING_INPUTS,
@@ -205,7 +208,9 @@ def read_request(
         request_id=request.request_id(),
         task=_task(inputs),
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
-        input_ids=_token_ids(inputs, max_prompt_bytes),
+        input_ids=_numbers(inputs, "input_ids", np.int32, max_prompt_bytes),
+        audio=_numbers(inputs, "audio", np.float32, max_prompt_bytes),
+        audio_file=_bytes(inputs, "audio_file", max_prompt_bytes, "max_prompt_bytes"),
         messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
         parameters=parameters,
         stream=stream,
@@ -316,11 +321,10 @@ def _bytes(inputs: Mapping[str, Any], name: str, limit: int, setting: str = "") 
     return value
 
 
-def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
-    """Return a copy of `input_ids`, whose memory Triton may free after `execute`."""
-    if "input_ids" not in inputs:
+def _numbers(inputs: Mapping[str, Any], name: str, dtype: type[Number], limit: int) -> npt.NDArray[Number] | None:
+    """Return a copy of a vector, whose memory Triton may free after `execute`."""
+    if name not in inputs:
         return None
-    ids = inputs["input_ids"].as_numpy().reshape(-1)
-    check_size("input_ids", ids.nbytes, limit, "max_prompt_bytes")
-    copy: Int32Array = np.array(ids, dtype=np.int32)
-    return copy
+    values = inputs[name].as_numpy().reshape(-1)
+    check_size(name, values.nbytes, limit, "max_prompt_bytes")
+    return np.array(values, dtype=dtype)

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from tidewheel.audio_file import SAMPLING_RATE
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.grammar import RowGrammar, TokenGrammar
-from tidewheel.one_shot.signature import Arrays
+from tidewheel.one_shot.shared_tensors import PackedTensors
+from tidewheel.one_shot.signature import Array, Arrays
 from tidewheel.one_shot.step_options import StepOptions
 from tidewheel.parameters import check_count
 from tidewheel.request import Request
@@ -23,6 +26,8 @@ MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
 MAX_BAD_TOKENS = 4096
+SAMPLES_PER_TOKEN = 320  # of Whisper's encoder
+MAX_SAMPLE = 4.0  # of audio; resampling passes 1 by little
 MAX_PROMPT_LOGPROBS = 1 << 17  # a message of some 2 MB, between two steps
 
 
@@ -51,6 +56,7 @@ def to_requests(
     if info.offer is not None:
         step_options = info.offer.completed(message.step_options or StepOptions())
     inputs, bucket = _inputs(message, info, is_remote=config.is_remote)
+    salt = None if info.signature is not None or inputs is None else _content(inputs["audio"])
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
     ttl = _session_ttl(options, config)
@@ -68,7 +74,7 @@ def to_requests(
             bad_words_ids=message.bad_words_ids,
             logit_bias=checked.logit_bias,
             grammar=None if grammar is None else RowGrammar(grammar, message.end_token_ids),
-            cache_salt=options.cache_salt,
+            cache_salt=options.cache_salt if salt is None else f"{options.cache_salt}\0{salt}",
             pooling=message.pooling,
             tenant=options.tenant,
             deadline=_seconds(message.deadline_ns),
@@ -78,6 +84,7 @@ def to_requests(
             bucket=bucket if step_options is None else step_options.size,
             inputs=inputs,
             step_options=step_options,
+            encoder_tokens=info.max_audio_samples // SAMPLES_PER_TOKEN,
             leader=requests[0] if requests else None,
         )
         requests.append(request)
@@ -105,9 +112,13 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
 
 
 def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
-    if info.signature is None or message.inputs is None:
-        if (info.signature is None) != (message.inputs is None):
-            raise InvalidRequest("a text model takes a prompt, and a one-shot model tensors")
+    takes_tensors = info.signature is not None or info.max_audio_samples > 0
+    if takes_tensors != (message.inputs is not None):
+        raise InvalidRequest("a text model takes a prompt, a speech model audio, and a one-shot model tensors")
+    if message.inputs is None:
+        return
+    if info.signature is None:
+        _check_audio(message.inputs, info.max_audio_samples)
         return
     tensors = ((each.name, each.dtype, each.shape) for each in message.inputs.tensors)
     items = info.signature.check(tensors, info.max_num_batched_tokens)
@@ -117,13 +128,37 @@ def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
 
 
 def _inputs(message: AddRequest, info: EngineInfo, *, is_remote: bool) -> tuple[Arrays | None, str]:
-    if info.signature is None or message.inputs is None:
+    if message.inputs is None:
         return None, ""
+    if info.signature is None:
+        _check_samples(message.inputs.arrays["audio"])
+        return message.inputs.arrays, ""
     if is_remote:
         shapes = {each.name: each for each in message.inputs.tensors}
         return None, info.signature.bucket(shapes, with_values=False) if info.signature.is_batched else "-"
     arrays = message.inputs.arrays
     return arrays, info.signature.bucket(arrays)
+
+
+def _check_audio(inputs: PackedTensors, limit: int) -> None:
+    shapes = [(each.name, each.dtype, len(each.shape)) for each in inputs.tensors]
+    if shapes != [("audio", "FP32", 1)]:
+        raise InvalidRequest(f"audio is {shapes}: it must be one FP32 tensor [num_samples] of that name")
+    count = inputs.tensors[0].shape[0]
+    if not 1 <= count <= limit:
+        raise InvalidRequest(
+            f"audio has {count} samples: 1 to {limit} are allowed, {limit / SAMPLING_RATE:g} s at 16 kHz"
+        )
+
+
+def _check_samples(audio: Array) -> None:
+    largest = float(np.abs(audio).max())
+    if not largest <= MAX_SAMPLE:  # NaN too
+        raise InvalidRequest(f"audio has samples of {largest:g}: they must lie in -1 to 1")
+
+
+def _content(audio: Array) -> str:
+    return hashlib.blake2b(audio.tobytes(), digest_size=16).hexdigest()
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:

@@ -150,6 +150,7 @@ class Frontend:
     def _send_to_engine(self, request: LiveRequest) -> None:
         message = request.prepared.message
         if message is None or request.is_over:
+            _discard(request)
             return
         try:
             if not message.options.close_session:
@@ -350,8 +351,16 @@ class Frontend:
     def _forget(self, request: LiveRequest) -> None:
         if request.mark_answered():
             self._engine.cancel(request.key)
+        _discard(request)
         with self._lock:
             self._live.pop(request.key, None)
         self._columns.close(request.key)
         self._gate.forget(request.key)
         self._send_held()
+
+
+def _discard(request: LiveRequest) -> None:
+    """Remove the shared memory of a request's tensors, if the engine did not take it."""
+    message = request.prepared.message
+    if message is not None and message.inputs is not None:
+        message.inputs.discard()

@@ -28,6 +28,7 @@ class Generation(NamedTuple):
     pooling: Pooling = ""
     is_scoring: bool = False  # nothing is generated
     request_id: str = ""
+    audio: Float32Array | None = None  # [num_samples], of a speech model
 
 
 class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):

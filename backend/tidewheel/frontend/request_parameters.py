@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from tidewheel.batch import Int32Array
+from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.config import setting_names
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend import coercion
@@ -43,6 +43,8 @@ class GenerateRequest:
     text: str | bytes | None = None
     input_ids: Int32Array | None = None  # [num_prompt_tokens]
     messages: str | bytes | None = None  # JSON list of chat messages
+    audio: Float32Array | None = None  # [num_samples] at 16 kHz
+    audio_file: bytes | None = None
     parameters: tuple[ParameterSource, ...] = ()
     stream: bool = False
     echo: bool = False  # prompt before the text (not when streaming)
@@ -53,8 +55,8 @@ class GenerateRequest:
     @property
     def prompt_bytes(self) -> int:
         """Return a lower bound of the prompt's bytes."""
-        ids = 0 if self.input_ids is None else self.input_ids.nbytes
-        return len(self.text or "") + len(self.messages or "") + ids
+        arrays = sum(array.nbytes for array in (self.input_ids, self.audio) if array is not None)
+        return arrays + sum(len(text or "") for text in (self.text, self.messages, self.audio_file))
 
 
 class EnsembleParameters(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tidewheel.batch import Int32Array
+from tidewheel.audio_file import SAMPLING_RATE, read_audio
+from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
@@ -25,8 +26,11 @@ from tidewheel.frontend.prompt_workers import (
 )
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
 from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.speech import SpeechRules
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
+from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
+from tidewheel.one_shot.signature import dtype_name
 from tidewheel.request_options import PromptOptions, RequestOptions
 from tidewheel.runner.grammar_compiler import to_source
 from tidewheel.sampling import LogitBias, SamplingParams
@@ -62,6 +66,7 @@ class MessageMaker:
         self._info = info
         self._tokenizer = tokenizer
         self.defaults = defaults or GenerationDefaults.load(Path(info.model))
+        self.speech = SpeechRules.load(Path(info.model)) if info.max_audio_samples else None
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         # Folders may name ids that the model cannot output.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
@@ -75,13 +80,19 @@ class MessageMaker:
         # A grammar may only be able to end.
         eos = () if sampling.ignore_eos and grammar is None else self._eos_token_ids
         bias = LogitBias.of(sampling.logit_bias).to_bytes() if sampling.logit_bias else (b"", b"")
+        words = self._bad_words_ids(sampling.bad_words)
+        if self.speech is not None:
+            words = (*words, *self.speech.forbidden(given.prompt_ids))
+        audio = given.audio
+        shape = [] if audio is None else [PackedTensor("audio", dtype_name(audio), audio.shape, 0)]
         message = AddRequest(
             key=key,
+            inputs=PackedTensors(shape) if shape else None,
             prompt=given.prompt_ids.astype("<i4").tobytes(),
             sampling=msgspec.structs.replace(sampling, stop=(), bad_words=(), logit_bias={}, grammar=None),
             pooling=given.pooling,
             stop_token_ids=tuple(dict.fromkeys((*eos, *sampling.stop_token_ids))),
-            bad_words_ids=self._bad_words_ids(sampling.bad_words),
+            bad_words_ids=words,
             bias_token_ids=bias[0],
             bias_amounts=bias[1],
             grammar="" if grammar is None else self._source_of(grammar),
@@ -94,6 +105,8 @@ class MessageMaker:
             soft_deadline_ns=given.options.soft_deadline_ns(arrival_ns),
         )
         check_request(message, self._info, prompt_name=given.prompt_name)
+        if audio is not None:
+            message = msgspec.structs.replace(message, inputs=PackedTensors.of({"audio": audio}))
         return message, Outputs(self._tokenizer, given, arrival_ns)
 
     def _end_token_ids(self, stop_token_ids: Iterable[int]) -> tuple[int, ...]:
@@ -142,9 +155,11 @@ class RequestReader(MessageMaker):
         """Prepare a client's request. Raise `InvalidRequest` or `Unsupported`."""
         if request.task in ("tokenize", "detokenize"):
             return PreparedRequest(answer=self._tokenizer_answer(request))
-        is_embedding = request.task == "embed"
+        is_embedding, audio = request.task == "embed", self._audio(request)
         parameters = with_token_biases(request.parameters, self._encode)
-        defaults = {} if is_embedding else self.defaults.sampling
+        defaults: Mapping[str, object] = {} if is_embedding else self.defaults.sampling
+        if audio is not None:
+            defaults = {"temperature": 0.0, "max_tokens": self._info.max_num_tokens, **defaults}
         sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
         if options.close_session:
             return _close_session(key, request, options)
@@ -153,20 +168,33 @@ class RequestReader(MessageMaker):
             sampling = msgspec.structs.replace(sampling, max_tokens=1, temperature=0.0)
         else:
             sampling = self._fit(sampling, len(prompt_ids))
+        echo = prompt_options.echo or (request.echo and not request.stream)
         given = Generation(
             prompt_ids,
             sampling,
             options,
             name,
             text,
-            echo=not is_embedding and (prompt_options.echo or (request.echo and not request.stream)),
+            echo=echo and not is_embedding and audio is None,
             pooling=self._settings.pooling if is_embedding else "",
             is_scoring=is_scoring,
             request_id=request.request_id,
+            audio=audio,
         )
         message, outputs = self.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns valid values
         return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop))
+
+    def _audio(self, request: GenerateRequest) -> Float32Array | None:
+        """Return the samples of a request of a speech model. Raise `InvalidRequest`."""
+        if (self.speech is None) != (request.audio is None and request.audio_file is None):
+            takes = "audio" if self.speech is not None else "text_input, input_ids or messages"
+            raise InvalidRequest(f"{self._info.architecture} takes {takes}: the request has another input")
+        if self.speech is not None and request.task != "generate":
+            raise InvalidRequest(f"task is {request.task}: a speech model has generate alone")
+        if request.audio_file is None:
+            return request.audio
+        return read_audio(request.audio_file, self._info.max_audio_samples / SAMPLING_RATE)
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:
         options = parse_parameters(request.parameters, task=request.task).prompt
@@ -183,12 +211,14 @@ class RequestReader(MessageMaker):
         return self._encoder.run(TokenizeJob(prompt, self._info.max_model_len, options.return_token_strs)).text
 
     def _prompt_name(self, request: GenerateRequest) -> str:
-        forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
+        forms = {
+            "text_input": request.text, "input_ids": request.input_ids, "messages": request.messages,
+            "audio": request.audio, "audio_file": request.audio_file,
+        }  # fmt: skip
         given = [name for name, value in forms.items() if value is not None]
         if len(given) != 1:
-            raise InvalidRequest(
-                f"give one of text_input, input_ids and messages, not {' and '.join(given) or 'none'}"
-            )
+            known = "text_input, input_ids and messages" if self.speech is None else "audio and audio_file"
+            raise InvalidRequest(f"give one of {known}, not {' and '.join(given) or 'none'}")
         check_size(given[0], request.prompt_bytes, self.max_prompt_bytes, "max_prompt_bytes")
         return given[0]
 
@@ -198,6 +228,9 @@ class RequestReader(MessageMaker):
         name = self._prompt_name(request)
         if options.return_token_strs:
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
+        if self.speech is not None:
+            options.check_for(name)
+            return name, None, self.speech.prompt(options.language, translate=options.translate)
         if request.input_ids is not None:
             options.check_for(name)
             return name, None, truncated(request.input_ids, sampling, self._info)

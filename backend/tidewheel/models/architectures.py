@@ -48,10 +48,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     _SINKS: ("GptOssForCausalLM",),
-    _ENCODER_DECODER: (
-        "T5ForConditionalGeneration", "BartForConditionalGeneration", "BartForCausalLM",
-        "WhisperForConditionalGeneration",
-    ),
+    _ENCODER_DECODER: ("T5ForConditionalGeneration", "BartForConditionalGeneration", "BartForCausalLM"),
     _BIDIRECTIONAL: ("BertLMHeadModel", "RobertaForCausalLM"),
 }  # fmt: skip
 

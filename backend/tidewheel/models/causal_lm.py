@@ -27,6 +27,11 @@ class ModelShape(NamedTuple):
     intermediate_size: int  # widest activation of a layer
 
 
+class EncoderInput(NamedTuple):
+    layers: Sequence[KVLayer]  # cross-attention keys and values
+    meta: AttentionMetadata  # each token of the step is a sequence of its own, whose keys are an encoded input
+
+
 class ForwardInput(NamedTuple):
     """Inputs of a step: T tokens, S of which give logits."""
 
@@ -35,6 +40,7 @@ class ForwardInput(NamedTuple):
     meta: AttentionMetadata
     kv_layers: Sequence[KVLayer]
     logit_indices: torch.Tensor  # [S] int64, ascending, unique
+    encoder: EncoderInput | None = None  # of a decoder with cross-attention
 
 
 class CausalLM(Protocol):

@@ -8,7 +8,8 @@ from torch.nn.functional import embedding
 from tidewheel.batch import WeightVariant
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
-from tidewheel.models.linear import FormatChoice, GroupFormat, Linear, Weights
+from tidewheel.models.linear import Linear, Weights
+from tidewheel.models.native_model import NativeModel
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, fits_decode_layers
@@ -102,64 +103,31 @@ def add_norm(
     return result if isinstance(result, tuple) else (result, x)
 
 
-class Decoder:
-    """To load weights, copy to `destinations`, fill layers `to_fill`, then call `pack`."""
+class Decoder(NativeModel):
+    config: ModelConfig
 
-    is_capturable = True
-
-    def __init__(
-        self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device,
-        deterministic: bool = False, format_of: FormatChoice = lambda _names: None,
-    ) -> None:  # fmt: skip
-        weights = Weights(dtype, device, format_of, is_invariant=deterministic)
-        self.config = config
+    def build(self, weights: Weights) -> None:
+        config = self.config
         self.shape = ModelShape(
             config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, config.hidden_size,
             config.intermediate_size,
         )  # fmt: skip
         # Otherwise a row that changes its logits would have the whole batch drawn from float32.
-        self._logits_dtype = torch.float32 if deterministic else dtype
+        self._logits_dtype = torch.float32 if weights.is_invariant else weights.dtype
         self.embedding = weights.table("model.embed_tokens", config.vocab_size, config.hidden_size)
-        cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
-        self.layers = [DecoderLayer(config, layer, weights, cos_sin) for layer in range(config.num_layers)]
+        self._cos_sin = cos_sin_table(config.rope, config.head_dim, self.max_model_len, weights.device)
+        self.layers = [DecoderLayer(config, layer, weights, self._cos_sin) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm", config.hidden_size)
-        if not config.tie_word_embeddings:
-            self.lm_head = weights.linear("", config.hidden_size, {"lm_head": config.vocab_size})
-        elif isinstance(self.embedding, Linear):
-            self.lm_head = self.embedding
-        else:
-            self.lm_head = weights.layer(self.embedding, None, None, {})
-        self.destinations = weights.by_name
-        self.shapes = weights.shapes()
-        self.to_fill = [layer for layer in weights.linears if layer.format is not None]
-        self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
-        self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
-        self._linears = weights.linears
-        self._cos_sin = cos_sin
+        self.lm_head = self.output_layer(weights, "lm_head", self.embedding, is_tied=config.tie_word_embeddings)
         self._decode_layers: DecodeLayers | None = None  # of the weights in use
         self._decode_layers_of: dict[WeightVariant, DecodeLayers | None] = {}
-        self._copies: dict[Linear, GroupFormat] = {}
-        self.copy_bytes = 0  # of `weights_bytes`
 
     def ignores(self, name: str) -> bool:
-        """Return whether a checkpoint tensor is unused."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
-
-    def plan_copies(self, form: GroupFormat) -> None:
-        """Have `pack` make a copy of each matrix, of the output matrix in 8 bits. Raise `ConfigError`."""
-        for layer in self._linears:
-            copy = self._copies[layer] = GroupFormat(8) if layer is self.lm_head else form
-            layer.check_size(copy, "pressure_quantization")
-            self.copy_bytes += copy.num_bytes(layer.weight.numel())
-        self.weights_bytes += self.copy_bytes
 
     def pack(self) -> None:
         """Arrange weights, all loaded, for computation, and bind those of decode steps of few rows."""
-        self.destinations.clear()
-        for layer in self._linears:
-            if layer in self._copies:
-                layer.add_copy(self._copies[layer])
-            layer.pack()
+        super().pack()
         variants: tuple[WeightVariant, ...] = ("quantized", "full") if self._copies else ("full",)
         for weights in variants:
             self.use(weights)
@@ -175,9 +143,7 @@ class Decoder:
         return DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
 
     def use(self, weights: WeightVariant) -> None:
-        """Compute with the quantised copy, or with full weights again."""
-        for layer in self._copies:
-            layer.use_copy(weights == "quantized")
+        super().use(weights)
         self._decode_layers = self._decode_layers_of.get(weights)
 
     def forward(self, step: ForwardInput) -> torch.Tensor:

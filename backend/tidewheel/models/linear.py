@@ -150,12 +150,12 @@ class Weights:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, format_of: FormatChoice, *, is_invariant: bool = False
     ) -> None:
-        self._dtype, self._device, self._format_of, self.is_invariant = dtype, device, format_of, is_invariant
+        self.dtype, self.device, self._format_of, self.is_invariant = dtype, device, format_of, is_invariant
         self.by_name: dict[str, torch.Tensor] = {}  # parts of a fused matrix are views
         self.linears: list[Linear] = []
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        self.by_name[f"{name}.weight"] = tensor = self._empty(*shape)
+    def tensor(self, name: str, *shape: int, part: str = "weight") -> torch.Tensor:
+        self.by_name[f"{name}.{part}"] = tensor = self._empty(*shape)
         return tensor
 
     def table(self, name: str, num_rows: int, width: int) -> torch.Tensor | Linear:
@@ -164,13 +164,18 @@ class Weights:
             return self.tensor(name, num_rows, width)
         return self.linear("", width, {name: num_rows})
 
-    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
+    def linear(
+        self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, unbiased: str = ""
+    ) -> Linear:
+        """With `bias`, the part `unbiased` has none in the checkpoint."""
         biases = self._fused({f"{prefix}{name}.bias": count for name, count in parts.items()}) if bias else None
+        if unbiased:
+            self.by_name.pop(f"{prefix}{unbiased}.bias").zero_()
         names = {f"{prefix}{name}.weight": count for name, count in parts.items()}
         form = self._format_of(list(names))
         if form is None:
             return self.layer(self._fused(names, in_features), biases, None, names)
-        weights = torch.empty(sum(parts.values()), in_features, dtype=self._dtype, device="meta")
+        weights = torch.empty(sum(parts.values()), in_features, dtype=self.dtype, device="meta")
         return self.layer(weights, biases, form, names)
 
     def layer(
@@ -187,7 +192,7 @@ class Weights:
         return fused
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         plain = {name: tuple(tensor.shape) for name, tensor in self.by_name.items()}

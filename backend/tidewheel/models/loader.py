@@ -17,6 +17,7 @@ from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.linear import GroupFormat
 from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of
+from tidewheel.models.native_model import NativeModel
 from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
 from tidewheel.models.weight_source import (
     ROUNDED,
@@ -27,6 +28,7 @@ from tidewheel.models.weight_source import (
     format_choice,
 )
 from tidewheel.models.weights import check_weights_fit
+from tidewheel.models.whisper import WHISPER, Whisper, parse_whisper
 from tidewheel.runner.device import check_quantization, resolve_cache_dtype, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class ModelPlan(NamedTuple):
     cache_dtype: torch.dtype
     architecture: str
     max_model_len: int
-    native: Decoder | None  # on no device
+    native: NativeModel | None  # on no device
     through_transformers: tuple[Any, Any] = (None, None)  # class of the model, and its configuration
 
     def open_source(self) -> WeightSource:
@@ -73,10 +75,10 @@ class ModelPlan(NamedTuple):
         check_weights_fit(num_bytes, self.dtype, self.device, can_round=can_round)
         return num_bytes
 
-    def decoder(self, source: WeightSource, device: torch.device) -> Decoder:
+    def decoder(self, source: WeightSource, device: torch.device) -> NativeModel:
         """Return the empty native model, in the formats of the setting or of `source`."""
         assert self.native is not None
-        decoder = Decoder(
+        decoder = type(self.native)(
             self.native.config, max_model_len=self.max_model_len if device.type != "meta" else 1, dtype=self.dtype,
             device=device, deterministic=self.config.deterministic,
             format_of=format_choice(self.config.quantization, source),
@@ -111,11 +113,14 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
     check_quantization(config.quantization, dtype, device)
     name, traits = architecture(fields), native_traits(fields)
     plan = partial(ModelPlan, folder, fields, config, device, dtype, cache_dtype, name)
-    if traits is not None:
-        shape = parse_config(fields, traits)
+    if traits is not None or name == WHISPER:
+        kind: type[NativeModel] = Decoder if traits is not None else Whisper
+        shape = parse_whisper(fields) if traits is None else parse_config(fields, traits)
+        if traits is None:
+            _check_speech(config)
         max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
         format_of = format_choice(config.quantization)
-        native = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
+        native = kind(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
         for layer in native.to_fill:
             layer.check_size(layer.format, "quantization")
         if config.pressure_quantization != "none":
@@ -167,6 +172,15 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
         read(sum(source.tensors[name].num_bytes for name in layer.parts))
     decoder.pack()
     return decoder
+
+
+def _check_speech(config: EngineConfig) -> None:
+    if config.deterministic:
+        raise ConfigError(f"deterministic is true: {WHISPER} has no such products; set it to false")
+    if config.kv_cache_dtype.startswith("fp8"):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}: {WHISPER} has no scales for it; set it to auto or int8"
+        )
 
 
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:

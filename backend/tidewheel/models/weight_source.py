@@ -22,7 +22,7 @@ from tidewheel_kernels.grouped_linear import GroupedWeights
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-OUTER_MATRICES = ("model.embed_tokens.weight", "lm_head.weight")
+OUTER_MATRICES = ("model.embed_tokens.weight", "lm_head.weight", "model.decoder.embed_tokens.weight")
 RANDOM_STD = 0.02
 NUM_NAMED = 3
 

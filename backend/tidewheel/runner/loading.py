@@ -15,7 +15,10 @@ from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import STAGE, load_model, plan_model
 from tidewheel.models.model_folder import read_config, resolve_folder
+from tidewheel.models.native_model import NativeModel
+from tidewheel.models.whisper import SAMPLES_PER_POSITION, Whisper
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
+from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
@@ -65,6 +68,7 @@ class RunnerParts(NamedTuple):
     stages: StageClock
     compile_log: CompileLog | None
     claim: MemoryClaim | None = None  # None on a GPU
+    encoder: EncoderCache | None = None
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
@@ -88,6 +92,14 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     layout = CacheLayout(model.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
     if plan.cache_dtype == FP8:
         layout = with_scales(layout, model, plan.dtype, device, plan.max_model_len)
+    encoder, max_num_seqs, num_samples = None, config.max_num_seqs, 0
+    if isinstance(model, Whisper):
+        free = available_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        encoded = layout._replace(dtype=plan.dtype)
+        encoder = EncoderCache(
+            model, encoded, max_num_seqs=max_num_seqs, max_num_tokens=config.max_num_batched_tokens, free_bytes=free
+        )
+        max_num_seqs, num_samples = encoder.num_slots, model.config.max_source_positions * SAMPLES_PER_POSITION
     info = RunnerInfo(
         model=str(folder),
         architecture=plan.architecture,
@@ -97,14 +109,15 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         kv_cache_dtype=str(plan.cache_dtype).removeprefix("torch.") if plan.cache_dtype != plan.dtype else "",
         vocab_size=layout.shape.vocab_size,
         max_model_len=plan.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=layout.block_size,
         weights_bytes=model.weights_bytes,
-        copy_bytes=model.copy_bytes if isinstance(model, Decoder) else 0,
+        copy_bytes=model.copy_bytes if isinstance(model, NativeModel) else 0,
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
+        max_audio_samples=num_samples,
     )
-    return RunnerParts(model, layout, info, device, stages, compile_log, claim)
+    return RunnerParts(model, layout, info, device, stages, compile_log, claim, encoder)
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[BlockTransfers, RunnerInfo]:
@@ -112,6 +125,8 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
     needs = {"steps and graphs": memory.activations + memory.graphs + staging_bytes}
+    if parts.encoder is not None:
+        needs |= {"encoded audio": parts.encoder.bytes_to_come}
     if parts.claim is not None:
         needs |= {"weights": parts.info.weights_bytes, "swap_space": num_host_blocks * layout.block_bytes}
     budget = cache_budget(config, layout, parts.info.max_model_len, needs, device, parts.claim)

@@ -12,10 +12,11 @@ from tidewheel.batch import Launch, SampledTokens, ScheduledBatch, WeightVariant
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
-from tidewheel.models.decoder import Decoder
 from tidewheel.models.model_folder import one_line
+from tidewheel.models.native_model import NativeModel
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
+from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.graph_trial import GraphTrial
 from tidewheel.runner.host_memory import MemoryClaim
 from tidewheel.runner.host_tier import BlockTransfers
@@ -68,6 +69,7 @@ class ModelRunner:
         info: RunnerInfo,
         device: torch.device,
         accelerator: CudaAccelerator | None = None,
+        encoder: EncoderCache | None = None,
     ) -> None:
         self.info = info
         self.kv = cache.kv
@@ -81,7 +83,7 @@ class ModelRunner:
         if accelerator is not None:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
-        self._steps = StepModel(model, self._rows, cache.kv.layers)
+        self._steps = StepModel(model, self._rows, cache.kv.layers, encoder)
         self._variants: tuple[WeightVariant, ...] = ("full", "quantized") if info.copy_bytes else ("full",)
         self._weights: WeightVariant = "full"
         self._graphs_of: dict[WeightVariant, StepGraphs] = {}
@@ -98,7 +100,7 @@ class ModelRunner:
             sizes = cls._tried(parts, accelerator, sizes)
         cache, info = allocate_cache(parts, config, cls._measured(parts, accelerator, sizes))
         report("profile", 1.0)
-        runner = cls(parts.model, cache, info, parts.device, accelerator)
+        runner = cls(parts.model, cache, info, parts.device, accelerator, parts.encoder)
         if accelerator is not None:
             warm_up(info, runner.run_with_each, report)
         graph_bytes = runner.capture(sizes, report).total
@@ -119,11 +121,12 @@ class ModelRunner:
         objection = f"max_model_len is {parts.info.max_model_len}, too short for a trial"
         if trial is not None:
             cache = BlockTransfers(KVTensors(parts.layout, trial.num_blocks, parts.device))
-            objection = cls(parts.model, cache, parts.info, parts.device, accelerator)._objection_to_graphs(trial)
+            runner = cls(parts.model, cache, parts.info, parts.device, accelerator, parts.encoder)
+            objection = runner._objection_to_graphs(trial)
         if objection:
-            logger.info("CUDA graphs: none, transformers' %s: %s", name, objection)
+            logger.info("CUDA graphs: none of %s: %s", name, objection)
             return GraphSizes()
-        logger.info("CUDA graphs: of decodes, as transformers' %s computed the same in a trial", name)
+        logger.info("CUDA graphs: of decodes, as %s computed the same in a trial", name)
         return sizes
 
     def _objection_to_graphs(self, trial: GraphTrial) -> str:
@@ -150,7 +153,7 @@ class ModelRunner:
 
         def run(size: StepSize) -> ModelRunner:
             cache = BlockTransfers(KVTensors(layout, size.num_blocks(layout.block_size), device))
-            runner = cls(parts.model, cache, parts.info, device, accelerator)
+            runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder)
             runner.run(demanding_batch(size, layout.block_size))
             return runner
 
@@ -189,7 +192,7 @@ class ModelRunner:
     def _use(self, weights: WeightVariant) -> None:
         if weights != self._weights:
             model = self._steps.model
-            assert isinstance(model, Decoder), "only native models have a quantised copy"
+            assert isinstance(model, NativeModel), "only native models have a quantised copy"
             model.use(weights)
             self._weights = weights
 
@@ -208,6 +211,8 @@ class ModelRunner:
         with torch.inference_mode():
             self._transfers.start(batch)
             self._sampling.update(batch)
+            if self._steps.encoder is not None:
+                self._steps.encoder.update(batch)
             pending = self._launch(batch)
         if self._accelerator is None:
             pending.wait()

@@ -20,6 +20,7 @@ from tidewheel.batch import ScheduledBatch
 from tidewheel.models.causal_lm import AttentionInput, CausalLM, ForwardInput, KVLayer, Progress, TokenLocations
 from tidewheel.models.decoder import Decoder, DecoderLayer
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
+from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, InputSender, RowTable, StepInputs
 from tidewheel.runner.sampler import draw_tokens
 from tidewheel.runner.sampling_plan import greedy_columns
@@ -38,11 +39,13 @@ class StepModel(NamedTuple):
     model: CausalLM
     rows: RowTable
     kv_layers: Sequence[KVLayer]
+    encoder: EncoderCache | None = None
 
     def input(self, inputs: DeviceInputs, bounds: ForwardBounds) -> ForwardInput:
         token_ids = self.rows.known_tokens_at(inputs.token_indices, self.model.shape.vocab_size)
         meta = self.rows.metadata(inputs, bounds)
-        return ForwardInput(token_ids, inputs.positions, meta, self.kv_layers, inputs.logit_indices)
+        encoded = None if self.encoder is None else self.encoder.input(inputs)
+        return ForwardInput(token_ids, inputs.positions, meta, self.kv_layers, inputs.logit_indices, encoded)
 
     def forward(self, inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
         return self.model.forward(self.input(inputs, bounds))
@@ -183,7 +186,7 @@ class StepGraphs:
             self._unsplit[size] = decode
 
     def _add_prompts(self, size: int) -> None:
-        pool, (model, rows, kv_layers) = self._pool, self._steps
+        pool, (model, rows, kv_layers, _) = self._pool, self._steps
         assert isinstance(model, Decoder)
         inputs = StepInputs(*self._sender({"inputs": rows.padding(0, size)})["inputs"])
         places = TokenLocations(inputs.positions, inputs.slot_mapping)

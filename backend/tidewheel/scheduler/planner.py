@@ -215,12 +215,16 @@ class StepPlanner:
         return not plan.is_scarce
 
     def _exceeds_batch(self, request: Request) -> bool:
-        """Return whether a one-shot request, which is never split, has to wait for a step with more room."""
+        """Return whether a request, never split or with audio to encode, waits for a step with more room."""
+        num_encoded = self._plan.encoder_tokens
+        if num_encoded and num_encoded + request.encoder_tokens > self._plan.limits.token_budget:
+            return True
         return bool(request.bucket and self._plan.chunk_ends) and request.num_prompt_tokens > self._plan.token_budget
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
         was_new, plan.bucket = request.is_new, request.bucket
+        plan.encoder_tokens += request.encoder_tokens
         blocks = state.enter(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
         if blocks is None:
             self._note_missing(request, hit)

@@ -57,6 +57,7 @@ class StepPlan:
         self.bucket: str | None = None  # of the step; None: not chosen yet
         self.turn: Turn | None = None
         self.num_joined = 0
+        self.encoder_tokens = 0  # of the requests that entered
         self.started: list[Request] = []
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self.growing_rows: RowArray = np.empty(0, dtype=np.intp)

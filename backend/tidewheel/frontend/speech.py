@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tidewheel.batch import Int32Array
+from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.regular_files import read_object
+
+
+class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a Whisper model's answer begins, and which tokens never follow; by the names of its files."""
+
+    decoder_start_token_id: int
+    lang_to_id: Mapping[str, int] = {}  # by "<|en|>"; empty: the model knows English alone
+    task_to_id: Mapping[str, int] = {}
+    no_timestamps_token_id: int | None = None
+    suppress_tokens: tuple[int, ...] | None = ()
+    begin_suppress_tokens: tuple[int, ...] | None = ()
+
+    @classmethod
+    def load(cls, folder: Path) -> SpeechRules:
+        """Read `config.json` and `generation_config.json`. Raise `ConfigError`."""
+        names = [folder / "config.json", folder / "generation_config.json"]
+        fields = {key: value for path in names for key, value in read_object(path).items() if value is not None}
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{names[1]}: {error}; a speech model needs its rules") from None
+
+    def prompt(self, language: str, *, translate: bool) -> Int32Array:
+        """Return the tokens before the text. Raise `InvalidRequest`."""
+        ids, known = [self.decoder_start_token_id], sorted(name.strip("<|>") for name in self.lang_to_id)
+        if known:
+            task = "translate" if translate else "transcribe"
+            if language not in known or task not in self.task_to_id:
+                raise InvalidRequest(
+                    f"language is {language[:40]!r} and the task {task}: give one of the model's languages in "
+                    f"language, such as {', '.join(known[:5])}; without translate, if it has no such task"
+                )
+            ids += [self.lang_to_id[f"<|{language}|>"], self.task_to_id[task]]
+        elif language not in ("", "en") or translate:
+            raise InvalidRequest("language or translate is set: this model writes English alone; leave them out")
+        return np.array([*ids, *filter(None, [self.no_timestamps_token_id])], np.int32)
+
+    def forbidden(self, prompt_ids: Int32Array) -> tuple[tuple[int, ...], ...]:
+        """Return forbidden token sequences: of one token, or of the prompt's last and a first one of the text."""
+        after = int(prompt_ids[-1])
+        first = [(after, token_id) for token_id in self.begin_suppress_tokens or ()]
+        return (*((token_id,) for token_id in self.suppress_tokens or ()), *first)

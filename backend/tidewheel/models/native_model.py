@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tidewheel.batch import WeightVariant
+from tidewheel.models.causal_lm import CausalLM
+from tidewheel.models.linear import FormatChoice, GroupFormat, Linear, Weights
+
+
+class NativeModel(CausalLM):
+    """To load weights, copy to `destinations`, fill layers `to_fill`, then call `pack`."""
+
+    is_capturable = True
+    lm_head: Linear
+
+    def __init__(
+        self, config: Any, *, max_model_len: int, dtype: torch.dtype, device: torch.device,
+        deterministic: bool = False, format_of: FormatChoice = lambda _names: None,
+    ) -> None:  # fmt: skip
+        weights = Weights(dtype, device, format_of, is_invariant=deterministic)
+        self.config, self.max_model_len = config, max_model_len
+        self.build(weights)
+        self.destinations = weights.by_name
+        self.shapes = weights.shapes()
+        self.to_fill = [layer for layer in weights.linears if layer.format is not None]
+        self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
+        self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
+        self._linears = weights.linears
+        self._copies: dict[Linear, GroupFormat] = {}
+        self.copy_bytes = 0  # of `weights_bytes`
+
+    def build(self, weights: Weights) -> None:
+        """Make the layers, `shape` and `lm_head`."""
+        raise NotImplementedError
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a checkpoint tensor is unused."""
+        raise NotImplementedError
+
+    def plan_copies(self, form: GroupFormat) -> None:
+        """Have `pack` make a copy of each matrix, of the output matrix in 8 bits. Raise `ConfigError`."""
+        for layer in self._linears:
+            copy = self._copies[layer] = GroupFormat(8) if layer is self.lm_head else form
+            layer.check_size(copy, "pressure_quantization")
+            self.copy_bytes += copy.num_bytes(layer.weight.numel())
+        self.weights_bytes += self.copy_bytes
+
+    def pack(self) -> None:
+        """Arrange weights, all loaded, for computation."""
+        self.destinations.clear()
+        for layer in self._linears:
+            if layer in self._copies:
+                layer.add_copy(self._copies[layer])
+            layer.pack()
+
+    def use(self, weights: WeightVariant) -> None:
+        """Compute with the quantised copy, or with full weights again."""
+        for layer in self._copies:
+            layer.use_copy(weights == "quantized")
+
+    def output_layer(self, weights: Weights, name: str, table: torch.Tensor | Linear, *, is_tied: bool) -> Linear:
+        """Return the output matrix, `table` itself if it is tied."""
+        vocab_size, width = self.shape.vocab_size, self.shape.hidden_size
+        if not is_tied:
+            return weights.linear("", width, {name: vocab_size})
+        return table if isinstance(table, Linear) else weights.layer(table, None, None, {})

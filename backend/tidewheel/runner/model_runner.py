@@ -206,7 +206,7 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start a step without waiting; the device runs steps in order."""
         if self._threads is not None:
-            self._threads.adapt(batch.num_tokens)
+            self._threads.adapt(batch.num_tokens + sum(new.request.encoder_tokens for new in batch.new_rows))
         self._use(batch.weights)
         with torch.inference_mode():
             self._transfers.start(batch)

@@ -27,7 +27,7 @@ def read_audio(data: bytes, max_seconds: float) -> Float32Array:
         raise InvalidRequest(
             f"the audio file cannot be read: {reason}; send WAV of 16 bits, or install the extra audio in the server"
         ) from None
-    mono = samples.mean(axis=1, dtype=np.float32)
+    mono: Float32Array = samples.mean(axis=1, dtype=np.float32)
     count = len(mono) * SAMPLING_RATE // rate
     if rate == SAMPLING_RATE or not count:
         return mono

@@ -51,7 +51,9 @@ class EncoderCache:
         self._lengths = torch.full((max_num_tokens,), config.max_source_positions, dtype=torch.int32, device=device)
         self._host = self._starts.cpu().numpy(), self._lengths.cpu().numpy()
         seconds = config.max_source_positions // POSITIONS_PER_SECOND
-        self._features = WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=seconds)
+        self._features = WhisperFeatureExtractor(  # type: ignore[no-untyped-call]
+            feature_size=config.num_mel_bins, chunk_length=seconds
+        )
         self.num_encoded = 0
         log.info("encoded audio: %d slots of %s", self.num_slots, shown_bytes(slot_bytes))
 

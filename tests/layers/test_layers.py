@@ -53,6 +53,7 @@ LAYERS = {
     "tidewheel.processor_use": 0,
     "tidewheel.metrics": 0,
     "tidewheel.event_heap": 0,
+    "tidewheel.audio_file": 0,
     "tidewheel.health_endpoint": 0,
     "tidewheel.scheduler": 1,
     "tidewheel.kvcache": 1,

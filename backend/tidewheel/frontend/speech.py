@@ -12,7 +12,7 @@ from tidewheel.regular_files import read_object
 
 
 class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a Whisper model's answer begins, and which tokens never follow; by the names of its files."""
+    """Beginning of a Whisper model's answers, and tokens that never follow, by the names of the model's files."""
 
     decoder_start_token_id: int
     lang_to_id: Mapping[str, int] = {}  # by "<|en|>"; empty: the model knows English alone

@@ -24,14 +24,14 @@ class ProcessorUse(NamedTuple):
 class ProcessorMeter:
     """Reader of `ProcessorUse` since the last reading, by this process and `pids`."""
 
-    def __init__(self, *pids: int, counts_waits: bool = False) -> None:
-        self._pids, self._counts_waits = pids, counts_waits
+    def __init__(self, *pids: int, counts_waits: bool = False, period_s: float = PERIOD_S) -> None:
+        self._pids, self._counts_waits, self._period_s = pids, counts_waits, period_s
         self._read_at, self._seconds = time.monotonic(), self._read()
 
     def read(self) -> ProcessorUse | None:
-        """Return the use since the last reading; None within `PERIOD_S` of it, or where /proc does not say."""
+        """Return the use since the last reading; None within the period, or where /proc does not say."""
         period_s = time.monotonic() - self._read_at
-        if period_s < PERIOD_S:
+        if period_s < self._period_s:
             return None
         before, self._seconds = self._seconds, self._read()
         self._read_at += period_s

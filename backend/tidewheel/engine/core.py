@@ -135,7 +135,7 @@ class EngineCore:
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)
         stats = self._scheduler.stats()
-        stats.step_seconds = self._step_seconds
+        stats.step_seconds, stats.turn_wait_seconds = self._step_seconds, self._arbiter.waited_s
         stats.oldest_wait_by_class = self._scheduler.oldest_waits(now)
         stats.busy_fraction = min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9))
         return stats

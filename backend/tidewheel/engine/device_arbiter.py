@@ -7,7 +7,6 @@ engine whose step runs holds a lock; a pipe wakes a waiting engine. Linux frees 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import math
@@ -65,6 +64,8 @@ _LAST = (math.inf, math.inf, -1)
 class UnsharedDevice:
     """Device of one engine."""
 
+    waited_s = 0.0  # for turns
+
     @property
     def slice_s(self) -> float | None:
         """Return the longest time of the next step; None: no limit."""
@@ -104,7 +105,7 @@ class DeviceArbiter(UnsharedDevice):
         self._is_shared = self._holds = False
         self._next_look = self._began = 0.0
         self._engines: list[int] = []  # rows
-        with try_lock(base.with_suffix(".lock"), JOIN_LIMIT_S) or _refuse(errno.EBUSY, base):
+        with try_lock(base.with_suffix(".lock"), JOIN_LIMIT_S) or _refuse(f"{base}.lock is held"):
             memory = _map(base.with_suffix(".table"), _HEADER.itemsize + MAX_ENGINES * _ROW.itemsize)
             self._header = np.frombuffer(memory, _HEADER, 1)
             self._rows = np.frombuffer(memory, _ROW, MAX_ENGINES, _HEADER.itemsize)
@@ -188,6 +189,7 @@ class DeviceArbiter(UnsharedDevice):
         if not flock(self._turn, fcntl.LOCK_EX):
             return bool(now - self._header["granted_at"][0] > OVERDUE_S)
         self._holds, self._began, self._header["granted_at"] = True, now, now
+        self.waited_s += float(now - self._rows["since"][self._row])
         self._header["used_s"] = max(self._header["used_s"][0], self._rows["used_s"][self._row])
         return True
 
@@ -262,7 +264,7 @@ class DeviceArbiter(UnsharedDevice):
                 f"device_memory_share is {share.memory:g}: with {taken} it is more than the device has; lower it"
             )
         free = [row for row in range(MAX_ENGINES) if row not in others]
-        return free[0] if free else _refuse(errno.EMFILE, self._base)
+        return free[0] if free else _refuse(f"{MAX_ENGINES} engines share it already")
 
     def _pipe_path(self, row: int) -> Path:
         return self._base.with_suffix(f".{row}")
@@ -275,23 +277,18 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
     """
     is_cpu, memory = info.device.startswith("cpu"), config.device_memory_share or 0.0
     taken = info.weights_bytes + info.activation_bytes + info.kv_cache_bytes + info.graph_bytes
-    taken, total = (
-        (max(taken, resident_bytes(os.getpid())), total_host_bytes()) if is_cpu else (taken, info.device_bytes)
-    )
+    taken = max(taken, resident_bytes(os.getpid()) if is_cpu else 0)
+    total = total_host_bytes() if is_cpu else info.device_bytes
     if memory and total and taken > memory * total:
         raise ConfigError(
             f"device_memory_share is {memory:g} of {shown_bytes(total)}, and the engine takes {shown_bytes(taken)}: "
             "raise it, or lower kv_cache_memory_mb or gpu_memory_utilization"
         )
     number = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]) or "0"
-    cores = _num_threads(info.device) / len(os.sched_getaffinity(0)) if is_cpu else 1.0
+    threads, slice_s = re.search(r"\d+", info.device) if is_cpu else None, 1e-3 * config.device_slice_ms
+    cores = int(threads.group()) / len(os.sched_getaffinity(0)) if threads else 1.0
     share = DeviceShare(
-        name,
-        cores if config.device_slice_ms else 0.0,
-        config.device_weight,
-        1e-3 * config.device_slice_ms,
-        memory,
-        is_one_shot=config.kind == "one_shot",
+        name, cores if slice_s else 0.0, config.device_weight, slice_s, memory, is_one_shot=config.kind == "one_shot"
     )
     try:
         base = make_private(folder, "it is removed") / ("cpu" if is_cpu else f"cuda-{number}")
@@ -301,16 +298,11 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
         return UnsharedDevice()
 
 
-def _num_threads(device: str) -> int:
-    found = re.search(r"\d+", device)
-    return int(found.group()) if found else len(os.sched_getaffinity(0))
-
-
 def _map(path: Path, size: int) -> mmap.mmap:
     with path.open("a+b") as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a write beyond a full disk would be SIGBUS
         return mmap.mmap(file.fileno(), size)
 
 
-def _refuse(number: int, path: Path) -> Any:
-    raise OSError(number, os.strerror(number), str(path))
+def _refuse(reason: str) -> Any:
+    raise OSError(reason)

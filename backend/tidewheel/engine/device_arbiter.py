@@ -62,7 +62,7 @@ _LAST = (math.inf, math.inf, -1)
 
 
 class UnsharedDevice:
-    """Device of one engine."""
+    """Device of one engine alone, which takes no turns."""
 
     waited_s = 0.0  # for turns
 
@@ -95,8 +95,8 @@ class DeviceShare(NamedTuple):
 class DeviceArbiter(UnsharedDevice):
     """One engine's view of the table. Engines whose steps together fit the device take no turns.
 
-    Next is the waiting engine of the best class, of these the one that used least time by weight. Between two steps,
-    an engine keeps the device for `RETURN_S` from engines of no better class that used more.
+    Next is the waiting engine of the best class, of these the one that used least time by weight. After its step, an
+    engine may take the next turn for `RETURN_S`, unless one that waits has a better class or used less.
     """
 
     def __init__(self, base: Path, share: DeviceShare, clock: Callable[[], float] = time.monotonic) -> None:
@@ -213,7 +213,7 @@ class DeviceArbiter(UnsharedDevice):
         return None if first < 0 else first
 
     def _rank(self, row: int, now: float) -> tuple[float, float, int]:
-        """Return class, use and row of an engine; `_LAST` if it does not wait, or shows no sign."""
+        """Return class, use and row of an engine; `_LAST` if it does not wait, or has stopped looking."""
         _, _, _, _, waits, since, seen, _, used_s = self._rows.item(row)
         if not waits or seen < now - STALE_S:
             return _LAST

@@ -99,7 +99,7 @@ class OneShotRunner:
         return FinishedRun(SampledTokens(batch.step_id, tokens))
 
     def _measure(self, milliseconds: float) -> None:
-        """Name a slow item of a model whose sizes only its requests tell."""
+        """Log a slow item, for a model whose input sizes are known from requests alone."""
         self._item_ms.append(milliseconds)
         if len(self._item_ms) == _NUM_MEASURED and (line := _slow_item(min(self._item_ms), self._slice_ms)):
             log.warning("%s", line)

@@ -1,7 +1,7 @@
 """Tensors in messages: up to 64 KiB in the message itself, more in a file of shared memory.
 
 The receiver removes the file's name as it maps the file, so the memory ends with the last process that holds it.
-Files without a receiver are removed by their writer, or after its death at the start of another process.
+Files without a receiver are removed by their writer or, after its death, by the next process that starts.
 """
 
 from __future__ import annotations

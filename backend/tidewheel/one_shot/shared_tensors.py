@@ -33,6 +33,7 @@ _RETRY_AFTER_MS = 250
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 _numbers = itertools.count()
+_start_ticks = functools.cache(start_ticks)  # for this process
 _unread: deque[tuple[float, Path]] = deque()  # of results, with the time of writing
 
 
@@ -60,7 +61,7 @@ class PackedTensors(msgspec.Struct, array_like=True, dict=True):
         views = [piece for part in parts for piece in (part.data, bytes(-part.nbytes % _ALIGNMENT))]
         if sum(part.nbytes for part in parts) <= INLINE_BYTES:
             return cls(tensors, b"".join(views))
-        path = folder() / f"{os.getpid()}-{start_ticks(os.getpid())}-{next(_numbers)}"
+        path = folder() / f"{os.getpid()}-{_start_ticks(os.getpid())}-{next(_numbers)}"
         _write(path, views)
         if is_result:
             _unread.append((time.monotonic(), path))

@@ -113,12 +113,12 @@ def test_the_better_class_is_next(device: Device) -> None:
     assert not low.take() and critical.take()
 
 
-@pytest.mark.parametrize("service_class", [CRITICAL, NORMAL])
-def test_time_is_shared_by_weight(device: Device, service_class: int) -> None:
+@pytest.mark.parametrize(("service_class", "part"), [(CRITICAL, 12.0), (HIGH, 6.0), (NORMAL, 3.0)])
+def test_time_is_shared_by_weight_and_class(device: Device, service_class: int, part: float) -> None:
     a, b = device.join("a", service_class, 0.012, weight=3.0), device.join("b", step_s=0.02)
-    device.play(4.0, a, b)
-    assert a.used_s / b.used_s == pytest.approx(3.0, rel=0.05)
-    assert a.used_s + b.used_s > 3.7
+    device.play(8.0, a, b)
+    assert a.used_s / b.used_s == pytest.approx(part, rel=0.1)
+    assert a.used_s + b.used_s > 7.5
 
 
 def test_a_critical_stream_waits_for_at_most_one_slice(device: Device) -> None:

@@ -52,11 +52,10 @@ _ROW = np.dtype(
         ("since", "f8"),
         ("seen", "f8"),
         ("returns_at", "f8"),  # until then, the engine is between two steps
-        ("used_s", "f8"),  # seconds of steps / weight
+        ("used_s", "f8"),  # seconds of steps / weights of engine and class
     ]
 )
 _HEADER = np.dtype([("num_changes", "i8"), ("granted_at", "f8"), ("used_s", "f8")])
-
 
 _LAST = (math.inf, math.inf, -1)
 
@@ -95,8 +94,9 @@ class DeviceShare(NamedTuple):
 class DeviceArbiter(UnsharedDevice):
     """One engine's view of the table. Engines whose steps together fit the device take no turns.
 
-    Next is the waiting engine of the best class, of these the one that used least time by weight. After its step, an
-    engine may take the next turn for `RETURN_S`, unless one that waits has a better class or used less.
+    Next is the waiting engine of the best class, of these the one that used least time by weight, doubled by each
+    class above LOW. After its step, an engine may take the next turn for `RETURN_S`, unless one that waits has a better
+    class or used less.
     """
 
     def __init__(self, base: Path, share: DeviceShare, clock: Callable[[], float] = time.monotonic) -> None:
@@ -123,11 +123,10 @@ class DeviceArbiter(UnsharedDevice):
     @property
     def slice_s(self) -> float | None:
         """Return the longest time of the next step: for a language model, only while others of a better class run."""
-        if not self._is_shared or self._share.is_one_shot:
-            return self._share.slice_s if self._is_shared else None
         is_recent = self._rows["seen"] > self._clock() - RECENT_S
         is_better = self._rows["class"] < self._rows["class"][self._row]
-        return self._share.slice_s if (is_recent & is_better).any() else None
+        is_cut = self._is_shared and (self._share.is_one_shot or (is_recent & is_better).any())
+        return self._share.slice_s if is_cut else None
 
     def take(self, best_class: Callable[[], int]) -> bool:
         now, me, rows = self._clock(), self._row, self._rows
@@ -194,7 +193,8 @@ class DeviceArbiter(UnsharedDevice):
         return True
 
     def _charge(self, now: float) -> None:
-        self._rows["used_s"][self._row] += (now - self._began) / self._share.weight
+        weight = self._share.weight * 2.0 ** (Priority.LOW - self._rows["class"][self._row])
+        self._rows["used_s"][self._row] += (now - self._began) / weight
         self._began = self._header["granted_at"][0] = now
 
     def _stand_back(self, now: float) -> None:
@@ -220,8 +220,7 @@ class DeviceArbiter(UnsharedDevice):
         return max(waits - (now - since) // AGEING_S, min(waits, Priority.HIGH)), used_s, row
 
     def _wake_next(self, now: float) -> None:
-        row = self._next(now)
-        if row is not None:
+        if (row := self._next(now)) is not None:
             self._wake(row)
 
     def _wake(self, row: int) -> bool:

@@ -168,12 +168,13 @@ class StepTime:
 
     def most_tokens(self, seconds: float) -> int:
         """Return the tokens of a step that seldom exceeds so many seconds: in proportion without a slope, or 1."""
-        slope = self.seconds_per_token
-        spread = math.sqrt(max(self._var_seconds - slope * self._cov, 0.0) / max(self._weight, 1.0))
-        seconds = max(seconds - _CAUTION * spread, 0.5 * seconds)
-        if slope > 0.0:
-            return int(self._mean_tokens + (seconds - self._mean_seconds) / slope)
-        return int(seconds * max(self._mean_tokens, 1.0) / max(self._mean_seconds, 1e-9)) if self._num_steps else 1
+        if not self._num_steps:
+            return 1
+        slope = self.seconds_per_token or max(self._mean_seconds, 1e-9) / max(self._mean_tokens, 1.0)
+        squares = self._var_seconds - slope * (2.0 * self._cov - slope * self._var)  # of what the estimate misses
+        spread = math.sqrt(max(squares, 0.0) / self._weight)
+        most = max(seconds - _CAUTION * spread, 0.5 * seconds)
+        return int(self._mean_tokens + (most - self._mean_seconds) / slope)
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int, seconds_per_block: float | None) -> bool:
         """Return whether copying blocks out and back is faster than computing the tokens again."""

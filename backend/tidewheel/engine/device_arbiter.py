@@ -95,8 +95,8 @@ class DeviceArbiter(UnsharedDevice):
     """One engine's view of the table. Engines whose steps together fit the device take no turns.
 
     Next is the waiting engine of the best class, of these the one that used least time by weight, doubled by each
-    class above LOW. After its step, an engine may take the next turn for `RETURN_S`, unless one that waits has a better
-    class or used less.
+    class above LOW. After its step, an engine may take the next turn for `RETURN_S`, unless one that waits has a
+    better class or used less.
     """
 
     def __init__(self, base: Path, share: DeviceShare, clock: Callable[[], float] = time.monotonic) -> None:

@@ -63,6 +63,18 @@ def test_the_first_step_after_a_pause_is_looked_at_while_it_runs(monkeypatch: py
     assert [turns.get(timeout=60), turns.get(timeout=60)] == [False, True]
 
 
+def test_threads_are_bound_while_others_give_way_and_leave_a_processor_for_each() -> None:
+    threads = StepThreads(2)
+    assert threads.observe(ProcessorUse(used=1.2, idle=0.2, waited=0.7, niced=0.6)) == 2
+    assert threads.are_bound and not threads.are_late
+    threads.observe(ProcessorUse(used=1.9, idle=0.0, waited=0.1))
+    assert threads.are_bound  # between two ticks of the clock of such a process
+    assert threads.observe(ProcessorUse(used=1.0, idle=0.0, waited=0.9, niced=0.1)) == 1 and not threads.are_bound
+    for _ in range(8):
+        threads.observe(ProcessorUse(used=1.9, idle=0.1))
+    assert not threads.are_bound
+
+
 def test_one_thread_stays_whatever_waits() -> None:
     assert StepThreads(1).observe(ProcessorUse(used=0.2, idle=0.0, waited=3.0)) == 1
 

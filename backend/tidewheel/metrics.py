@@ -39,16 +39,10 @@ KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it",
 OLD_KV_USAGE = _gauge("vllm:gpu_cache_usage_perc", "The same, by its older name", "kv_usage")
 WAITING_TOKENS = _gauge("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", "num_waiting_tokens")
 WAITING_BY_CLASS = _class_gauge("tidewheel_requests_waiting", "Waiting requests of one QoS class", "waiting_by_class")
-LONGEST_WAIT = _class_gauge(
-    "tidewheel_wait_max_seconds", "Longest wait of a request that started", "max_wait_by_class"
-)
-OLDEST_WAIT = _class_gauge(
-    "tidewheel_wait_oldest_seconds", "Age of the oldest waiting request", "oldest_wait_by_class"
-)
+LONGEST_WAIT = _class_gauge("tidewheel_wait_max_seconds", "Longest wait of started requests", "max_wait_by_class")
+OLDEST_WAIT = _class_gauge("tidewheel_wait_oldest_seconds", "Age of the longest waiting one", "oldest_wait_by_class")
 BLOCKS_CACHED = _gauge("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", "num_cached_blocks")
-FRAGMENTATION = _gauge(
-    "tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", "kv_fragmentation"
-)
+FRAGMENTATION = _gauge("tidewheel_kv_fragmentation", "Share of taken blocks' slots with no token", "kv_fragmentation")
 SLOTS_WASTED = _gauge("tidewheel_kv_slots_wasted", "Slots after the last token of a row", "num_wasted_slots")
 HOST_BLOCKS = _gauge("tidewheel_kv_host_blocks", "Blocks of the host tier", "num_host_blocks")
 HOST_BLOCKS_FREE = _gauge("tidewheel_kv_host_blocks_free", "Empty or evictable host blocks", "num_free_host_blocks")
@@ -80,6 +74,7 @@ STEPS_BY_WEIGHTS = _counter(
     label="weights",
 )
 STEP_SECONDS = _counter("tidewheel_step_seconds_total", "Time in steps", "step_seconds")
+TURN_WAIT = _counter("tidewheel_turn_wait_seconds_total", "Wait for turns on the device", "turn_wait_seconds")
 SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed", "num_scheduled_tokens")
 STARTED = _class_counter("tidewheel_requests_started_total", "Requests that started", "started_by_class")
 EVICTED = _class_counter("tidewheel_requests_evicted_total", "Requests displaced by newcomers", "evicted_by_class")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 PERIOD_S = 0.25  # between readings
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _USER, _SYSTEM = 11, 12  # of /proc/PID/stat, after the name
-_IDLE, _IO_WAIT = 4, 5  # of a line of /proc/stat
+_NICED, _IDLE, _IO_WAIT = 2, 4, 5  # of a line of /proc/stat
 
 
 class ProcessorUse(NamedTuple):
@@ -19,19 +19,20 @@ class ProcessorUse(NamedTuple):
     used: float  # by the processes asked about
     idle: float  # of the processors that this process may use
     waited: float = 0.0  # by threads of this process that were ready to run
+    niced: float = 0.0  # by processes that give way, unless this one does too
 
 
 class ProcessorMeter:
     """Reader of `ProcessorUse` since the last reading, by this process and `pids`."""
 
-    def __init__(self, *pids: int, counts_waits: bool = False) -> None:
-        self._pids, self._counts_waits = pids, counts_waits
+    def __init__(self, *pids: int, counts_waits: bool = False, period_s: float = PERIOD_S) -> None:
+        self._pids, self._counts_waits, self._period_s = pids, counts_waits, period_s
         self._read_at, self._seconds = time.monotonic(), self._read()
 
     def read(self) -> ProcessorUse | None:
-        """Return the use since the last reading; None within `PERIOD_S` of it, or where /proc does not say."""
+        """Return the use since the last reading; None within the period, or where /proc does not say."""
         period_s = time.monotonic() - self._read_at
-        if period_s < PERIOD_S:
+        if period_s < self._period_s:
             return None
         before, self._seconds = self._seconds, self._read()
         self._read_at += period_s
@@ -42,7 +43,8 @@ class ProcessorMeter:
     def _read(self) -> tuple[float, ...]:
         try:
             used = time.process_time() + sum(map(_seconds_of, self._pids))
-            return used, _idle_seconds(), sum(_waited_seconds()) if self._counts_waits else 0.0
+            idle, niced = _left_seconds()
+            return used, idle, sum(_waited_seconds()) if self._counts_waits else 0.0, niced
         except (OSError, ValueError, IndexError):
             return ()
 
@@ -55,10 +57,11 @@ def _seconds_of(pid: int) -> float:
     return (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_S
 
 
-def _idle_seconds() -> float:
+def _left_seconds() -> tuple[float, float]:
     names = {f"cpu{number}".encode() for number in os.sched_getaffinity(0)}
-    lines = (line.split() for line in Path("/proc/stat").read_bytes().splitlines() if line.startswith(b"cpu"))
-    return sum(int(line[_IDLE]) + int(line[_IO_WAIT]) for line in lines if line[0] in names) * _TICK_S
+    lines = [line for line in map(bytes.split, Path("/proc/stat").read_bytes().splitlines()) if line[0] in names]
+    niced, idle, io_wait = (sum(int(line[field]) for line in lines) * _TICK_S for field in (_NICED, _IDLE, _IO_WAIT))
+    return idle + io_wait, 0.0 if os.getpriority(os.PRIO_PROCESS, 0) > 0 else niced
 
 
 def _waited_seconds() -> Iterator[float]:

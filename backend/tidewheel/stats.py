@@ -92,6 +92,7 @@ class EngineStats(msgspec.Struct):
     num_prefix_hits: int = 0
     num_preemptions: int = 0
     step_seconds: float = 0.0
+    turn_wait_seconds: float = 0.0  # for other engines of the device
     busy_fraction: float = 0.0  # since the last snapshot
     waiting_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     num_swap_preemptions: int = 0

@@ -34,7 +34,7 @@ def make_info() -> EngineInfo:
 STATS = EngineStats(
     num_running=3, num_waiting=2, num_waiting_tokens=50, num_blocks=40, num_free_blocks=30, num_cached_blocks=7,
     num_steps=9, num_scheduled_tokens=99, num_prefix_queries=60, num_prefix_hits=16, num_preemptions=1,
-    step_seconds=0.5, busy_fraction=0.25, waiting_by_class=[0, 1, 1, 0],
+    step_seconds=0.5, turn_wait_seconds=0.75, busy_fraction=0.25, waiting_by_class=[0, 1, 1, 0],
 )  # fmt: skip
 
 
@@ -44,6 +44,7 @@ def test_metric_families() -> None:
         "vllm:num_requests_running": 3, "vllm:num_requests_waiting": 2, "vllm:kv_cache_usage_perc": 0.25,
         "vllm:prefix_cache_queries_total": 60, "vllm:prefix_cache_hits_total": 16, "vllm:num_preemptions_total": 1,
         "tidewheel_waiting_tokens": 50, "tidewheel_kv_blocks_cached": 7, "tidewheel_engine_busy_fraction": 0.25,
+        "tidewheel_turn_wait_seconds_total": 0.75,
         "tidewheel_steps_total": 9, "tidewheel_step_seconds_total": 0.5, "tidewheel_scheduled_tokens_total": 99,
     }.items():  # fmt: skip
         assert value(name, **LABELS) == expected, name

@@ -24,6 +24,7 @@ from tidewheel.cli.main import main
 from tidewheel.engine.connection import ask
 from tidewheel.engine.messages import ListRequests, RequestList
 from tidewheel.one_shot import shared_tensors
+from tidewheel.server import ServeError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -152,8 +153,9 @@ def test_answers_are_those_of_the_model(served: Server, module: ModuleType, name
 
 @pytest.mark.parametrize("name", ["ordered", "pair"])
 def test_many_at_once_each_get_their_own(served: Server, name: str) -> None:
-    rows = [row(number) for number in range(200)]
-    assert outcomes(served, name, rows, 64) == {"right": 200}
+    """More than run at once, also behind a slow one in the called model's own queue."""
+    rows = [row(STUCK), *(row(number) for number in range(200))]
+    assert outcomes(served, name, rows, 2 * THREADS) == {"right": 201}
 
 
 def test_the_configuration_is_that_of_the_model(served: Server) -> None:
@@ -227,6 +229,22 @@ def test_a_client_that_leaves_costs_the_others_nothing(served: Server) -> None:
     assert outcome(served, "single", row(1)) == "right"
 
 
+@pytest.mark.parametrize("others", [0, 4])
+def test_a_killed_front_end_costs_its_requests_one_error(served: Server, others: int) -> None:
+    """Triton starts no stub again and never ends the threads of its calls, so the server starts again."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        neighbours = [pool.submit(outcome, served, "ordered", row(STUCK)) for _ in range(others)]
+        wait_for(lambda: num_running(served, "ordered") == others, 30, "the start of neighbours")
+        running = [pool.submit(outcome, served, "single", row(STUCK)) for _ in range(2)]
+        wait_for(lambda: num_running(served, "single") == 1, 30, "the start")
+        served.stubs("single")[0].kill()
+        assert all("StatusCode" in one.result(180) for one in running)
+        assert Counter(one.result() for one in neighbours) == Counter({"right": others} if others else {})
+    wait_for(lambda: outcome(served, "single", row(1)) == "right", 120, "the server's restart")
+    wait_for(lambda: served.metric("vllm:kv_cache_usage_perc", model="single") == 0, 30, "free blocks")
+    assert outcomes(served, "pair", [row(number) for number in range(8)]) == {"right": 8}
+
+
 def test_urgent_requests_are_called_first(served: Server) -> None:
     order, numbers = [], itertools.count()
 
@@ -244,13 +262,19 @@ def test_urgent_requests_are_called_first(served: Server) -> None:
     assert [priority for _, priority in sorted(order)][:2] == [1, 1]
 
 
-def test_a_model_that_is_unloaded_is_an_error_of_its_requests(served: Server) -> None:
+def test_a_model_that_is_unloaded_is_an_error_of_its_requests(served: Server, repository: Path) -> None:
     assert outcome(served, "orphan", row(1)) == "right"
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         running = [pool.submit(outcome, served, "orphan", row(SLOW)) for _ in range(8)]
         served.control("unload", "doomed")
         assert {one.result() for one in running} <= {"right", "TW-MODEL", "TW-BUSY"}
     wait_for(lambda: outcome(served, "orphan", row(1)) in ("TW-MODEL", "TW-BUSY"), 30, "the unload")
+    model = repository / "doomed" / "1" / "model.py"
+    model.write_text("raise ValueError")
+    with pytest.raises(ServeError, match="doomed"):
+        served.control("load", "doomed")
+    assert outcome(served, "orphan", row(1)) in ("TW-MODEL", "TW-BUSY")
+    model.write_text(MODEL)
     served.control("load", "doomed")
     wait_for(lambda: outcome(served, "orphan", row(1)) == "right", 60, "the load")
 

@@ -95,7 +95,7 @@ def test_the_next_step_begins_when_the_last_is_over(device: Device) -> None:
     device.now += 0.01
     a.arbiter.give_back(ran=True)
     assert not a.take()  # it used more
-    assert b.take()
+    assert b.take() and b.arbiter.waited_s == pytest.approx(0.01)
 
 
 def test_engines_that_fit_the_device_together_take_no_turns(device: Device) -> None:
@@ -113,12 +113,12 @@ def test_the_better_class_is_next(device: Device) -> None:
     assert not low.take() and critical.take()
 
 
-@pytest.mark.parametrize("service_class", [CRITICAL, NORMAL])
-def test_time_is_shared_by_weight(device: Device, service_class: int) -> None:
+@pytest.mark.parametrize(("service_class", "part"), [(CRITICAL, 12.0), (HIGH, 6.0), (NORMAL, 3.0)])
+def test_time_is_shared_by_weight_and_class(device: Device, service_class: int, part: float) -> None:
     a, b = device.join("a", service_class, 0.012, weight=3.0), device.join("b", step_s=0.02)
-    device.play(4.0, a, b)
-    assert a.used_s / b.used_s == pytest.approx(3.0, rel=0.05)
-    assert a.used_s + b.used_s > 3.7
+    device.play(8.0, a, b)
+    assert a.used_s / b.used_s == pytest.approx(part, rel=0.1)
+    assert a.used_s + b.used_s > 7.5
 
 
 def test_a_critical_stream_waits_for_at_most_one_slice(device: Device) -> None:
@@ -216,16 +216,29 @@ def test_an_engine_takes_no_more_than_its_share(tmp_path: Path) -> None:
             share_device(config, info, tmp_path / "d", "m")
 
 
-def test_a_full_table_or_an_open_folder_only_ends_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = RunnerInfo(
-        model="m", architecture="a", device="cpu (2 threads)", dtype="", vocab_size=1, max_model_len=1,
-        max_num_seqs=1, max_num_batched_tokens=1, block_size=1, weights_bytes=1,
-    )  # fmt: skip
-    open_folder = tmp_path / "open"
-    open_folder.mkdir(mode=0o755)
-    assert type(share_device(EngineConfig(model="m"), info, open_folder, "m")) is UnsharedDevice
-    monkeypatch.setattr(device_arbiter, "MAX_ENGINES", 0)
-    assert type(share_device(EngineConfig(model="m"), info, tmp_path / "d", "m")) is UnsharedDevice
+INFO = RunnerInfo(
+    model="m", architecture="a", device="cpu (2 threads)", dtype="", vocab_size=1, max_model_len=1,
+    max_num_seqs=1, max_num_batched_tokens=1, block_size=1, weights_bytes=1,
+)  # fmt: skip
+
+
+def test_an_open_folder_only_ends_turns(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    assert type(share_device(EngineConfig(model="m"), INFO, tmp_path / "open", "m")) is UnsharedDevice
+
+
+def test_an_engine_beyond_the_table_takes_no_turns_and_says_so(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [device.join(f"m{number}") for number in range(device_arbiter.MAX_ENGINES)]
+    device.play(0.5, *engines)
+    assert all(engine.used_s for engine in engines)
+    assert type(share_device(EngineConfig(model="m"), INFO, device.folder, "m")) is UnsharedDevice
+    assert "takes no turns" in caplog.text and "32 engines" in caplog.text
+    device.engines.pop(5).arbiter.close()
+    last = share_device(EngineConfig(model="m"), INFO, device.folder, "m")
+    assert type(last) is DeviceArbiter
+    last.close()
 
 
 _HOLDER = """

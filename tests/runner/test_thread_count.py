@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import queue
+
 import pytest
 
 from tidewheel.processor_use import ProcessorMeter, ProcessorUse
+from tidewheel.runner import thread_count
+from tidewheel.runner.short_waits import ShortWaits
 from tidewheel.runner.thread_count import LONG_STEP_TOKENS, StepThreads
 
 
@@ -45,6 +49,30 @@ def test_a_fixed_number_stays_and_is_late_until_threads_work_undisturbed() -> No
     assert threads.are_late
     threads.observe(ProcessorUse(used=1.9, idle=0.0, waited=0.1))
     assert not threads.are_late
+
+
+def test_the_first_step_after_a_pause_is_looked_at_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pause, start = ProcessorUse(used=0.1, idle=1.9), ProcessorUse(used=1.1, idle=0.1, waited=0.8)
+    uses: list[ProcessorUse | None] = [pause, start, None]
+    turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    monkeypatch.setattr(ProcessorMeter, "read", lambda _: uses.pop(0))
+    monkeypatch.setattr(ShortWaits, "turn", lambda _, is_on: turns.put(is_on))
+    monkeypatch.setattr(thread_count, "LOOK_S", 0.0)
+    threads = StepThreads(2, is_fixed=True)
+    threads.adapt(LONG_STEP_TOKENS)
+    assert [turns.get(timeout=60), turns.get(timeout=60)] == [False, True]
+
+
+def test_threads_are_bound_while_others_give_way_and_leave_a_processor_for_each() -> None:
+    threads = StepThreads(2)
+    assert threads.observe(ProcessorUse(used=1.2, idle=0.2, waited=0.7, niced=0.6)) == 2
+    assert threads.are_bound and not threads.are_late
+    threads.observe(ProcessorUse(used=1.9, idle=0.0, waited=0.1))
+    assert threads.are_bound  # between two ticks of the clock of such a process
+    assert threads.observe(ProcessorUse(used=1.0, idle=0.0, waited=0.9, niced=0.1)) == 1 and not threads.are_bound
+    for _ in range(8):
+        threads.observe(ProcessorUse(used=1.9, idle=0.1))
+    assert not threads.are_bound
 
 
 def test_one_thread_stays_whatever_waits() -> None:

@@ -22,6 +22,13 @@ def test_as_many_tokens_as_a_slice_holds() -> None:
     assert equal.most_tokens(0.001) == 0
 
 
+def test_a_slice_is_cut_two_deviations_short() -> None:
+    noisy = learned(0.010, 0.002, noise=0.020)  # 20 ms in the mean, and a deviation of 5.8 ms
+    assert noisy.most_tokens(0.100) == pytest.approx(34, abs=1)
+    assert noisy.most_tokens(0.050) == pytest.approx(9, abs=1)
+    assert learned(0.0, 0.002, noise=0.100).most_tokens(0.110) == pytest.approx(2, abs=3)  # half of it at least
+
+
 def learned(overhead: float, per_token: float, noise: float = 0.0, num_steps: int = 200) -> StepTime:
     """From steps that end every 0.15 s, from 0 on."""
     chance, step_time = random.Random(5), StepTime()

@@ -14,7 +14,8 @@ from tidewheel.one_shot.adapters import load_adapter
 from tidewheel.one_shot.runner import not_finite
 from tidewheel.one_shot.signature import Arrays, dtype_name
 
-# Triton passes calls and responses of an instance on by 32 threads, and a call keeps one until its answer.
+# 32 threads of an instance (`thread-pool-size`, by default in python_backend's src/python_be.cc) pass on
+# responses and, each until its answer, calls.
 MAX_CALLS = 24
 _REFUSALS = ("Exceeds maximum queue size", "timeout expired")  # of its queue, whose code does not arrive
 _RETRY_AFTER_MS = 100

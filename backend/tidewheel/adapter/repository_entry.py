@@ -41,12 +41,8 @@ class ModelEntry:
 
     @property
     def labels(self) -> dict[str, str]:
-        return {
-            "model_name": self.model_label or self.name,
-            "engine": "0",
-            "model": self.name,
-            "version": self.version,
-        }
+        label = self.model_label or self.name
+        return {"model_name": label, "engine": "0", "model": self.name, "version": self.version}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ Deliver = Callable[[StepOutputs], None]
 
 class PendingTokens(Protocol):
     @property
-    def is_done(self) -> bool | None: ...  # None: unknown, for a step of this device
+    def is_done(self) -> bool | None: ...  # None: unknown; else the core does not wait for it
 
     def wait(self) -> SampledTokens: ...
 
@@ -135,7 +135,7 @@ class EngineCore:
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)
         stats = self._scheduler.stats()
-        stats.step_seconds = self._step_seconds
+        stats.step_seconds, stats.turn_wait_seconds = self._step_seconds, self._arbiter.waited_s
         stats.oldest_wait_by_class = self._scheduler.oldest_waits(now)
         stats.busy_fraction = min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9))
         return stats
@@ -153,9 +153,8 @@ class EngineCore:
         """Return how many steps to wait for. After a failed launch, all: a further step would read its tokens."""
         if isinstance(self._in_flight[-1].pending, _Failure):
             return len(self._in_flight)
-        is_done = self._in_flight[0].pending.is_done
         is_due = batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps
-        return int(is_due if is_done is None else is_done)  # what runs elsewhere is not awaited
+        return int(is_due if (is_done := self._in_flight[0].pending.is_done) is None else is_done)
 
     def _complete(self) -> None:
         batch, pending, scheduled_at = self._in_flight.popleft()

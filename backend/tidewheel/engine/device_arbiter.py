@@ -7,7 +7,6 @@ engine whose step runs holds a lock; a pipe wakes a waiting engine. Linux frees 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import math
@@ -53,17 +52,18 @@ _ROW = np.dtype(
         ("since", "f8"),
         ("seen", "f8"),
         ("returns_at", "f8"),  # until then, the engine is between two steps
-        ("used_s", "f8"),  # seconds of steps / weight
+        ("used_s", "f8"),  # seconds of steps / weights of engine and class
     ]
 )
 _HEADER = np.dtype([("num_changes", "i8"), ("granted_at", "f8"), ("used_s", "f8")])
-
 
 _LAST = (math.inf, math.inf, -1)
 
 
 class UnsharedDevice:
-    """Device of one engine."""
+    """Device of one engine alone, which takes no turns."""
+
+    waited_s = 0.0  # for turns
 
     @property
     def slice_s(self) -> float | None:
@@ -94,8 +94,9 @@ class DeviceShare(NamedTuple):
 class DeviceArbiter(UnsharedDevice):
     """One engine's view of the table. Engines whose steps together fit the device take no turns.
 
-    Next is the waiting engine of the best class, of these the one that used least time by weight. Between two steps,
-    an engine keeps the device for `RETURN_S` from engines of no better class that used more.
+    Next is the waiting engine of the best class, of these the one that used least time by weight, doubled by each
+    class above LOW. After its step, an engine may take the next turn for `RETURN_S`, unless one that waits has a
+    better class or used less.
     """
 
     def __init__(self, base: Path, share: DeviceShare, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +105,7 @@ class DeviceArbiter(UnsharedDevice):
         self._is_shared = self._holds = False
         self._next_look = self._began = 0.0
         self._engines: list[int] = []  # rows
-        with try_lock(base.with_suffix(".lock"), JOIN_LIMIT_S) or _refuse(errno.EBUSY, base):
+        with try_lock(base.with_suffix(".lock"), JOIN_LIMIT_S) or _refuse(f"{base}.lock is held"):
             memory = _map(base.with_suffix(".table"), _HEADER.itemsize + MAX_ENGINES * _ROW.itemsize)
             self._header = np.frombuffer(memory, _HEADER, 1)
             self._rows = np.frombuffer(memory, _ROW, MAX_ENGINES, _HEADER.itemsize)
@@ -122,11 +123,10 @@ class DeviceArbiter(UnsharedDevice):
     @property
     def slice_s(self) -> float | None:
         """Return the longest time of the next step: for a language model, only while others of a better class run."""
-        if not self._is_shared or self._share.is_one_shot:
-            return self._share.slice_s if self._is_shared else None
         is_recent = self._rows["seen"] > self._clock() - RECENT_S
         is_better = self._rows["class"] < self._rows["class"][self._row]
-        return self._share.slice_s if (is_recent & is_better).any() else None
+        is_cut = self._is_shared and (self._share.is_one_shot or (is_recent & is_better).any())
+        return self._share.slice_s if is_cut else None
 
     def take(self, best_class: Callable[[], int]) -> bool:
         now, me, rows = self._clock(), self._row, self._rows
@@ -188,11 +188,13 @@ class DeviceArbiter(UnsharedDevice):
         if not flock(self._turn, fcntl.LOCK_EX):
             return bool(now - self._header["granted_at"][0] > OVERDUE_S)
         self._holds, self._began, self._header["granted_at"] = True, now, now
+        self.waited_s += float(now - self._rows["since"][self._row])
         self._header["used_s"] = max(self._header["used_s"][0], self._rows["used_s"][self._row])
         return True
 
     def _charge(self, now: float) -> None:
-        self._rows["used_s"][self._row] += (now - self._began) / self._share.weight
+        weight = self._share.weight * 2.0 ** (Priority.LOW - self._rows["class"][self._row])
+        self._rows["used_s"][self._row] += (now - self._began) / weight
         self._began = self._header["granted_at"][0] = now
 
     def _stand_back(self, now: float) -> None:
@@ -211,15 +213,14 @@ class DeviceArbiter(UnsharedDevice):
         return None if first < 0 else first
 
     def _rank(self, row: int, now: float) -> tuple[float, float, int]:
-        """Return class, use and row of an engine; `_LAST` if it does not wait, or shows no sign."""
+        """Return class, use and row of an engine; `_LAST` if it does not wait, or has stopped looking."""
         _, _, _, _, waits, since, seen, _, used_s = self._rows.item(row)
         if not waits or seen < now - STALE_S:
             return _LAST
         return max(waits - (now - since) // AGEING_S, min(waits, Priority.HIGH)), used_s, row
 
     def _wake_next(self, now: float) -> None:
-        row = self._next(now)
-        if row is not None:
+        if (row := self._next(now)) is not None:
             self._wake(row)
 
     def _wake(self, row: int) -> bool:
@@ -262,7 +263,7 @@ class DeviceArbiter(UnsharedDevice):
                 f"device_memory_share is {share.memory:g}: with {taken} it is more than the device has; lower it"
             )
         free = [row for row in range(MAX_ENGINES) if row not in others]
-        return free[0] if free else _refuse(errno.EMFILE, self._base)
+        return free[0] if free else _refuse(f"{MAX_ENGINES} engines share it already")
 
     def _pipe_path(self, row: int) -> Path:
         return self._base.with_suffix(f".{row}")
@@ -275,23 +276,18 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
     """
     is_cpu, memory = info.device.startswith("cpu"), config.device_memory_share or 0.0
     taken = info.weights_bytes + info.activation_bytes + info.kv_cache_bytes + info.graph_bytes
-    taken, total = (
-        (max(taken, resident_bytes(os.getpid())), total_host_bytes()) if is_cpu else (taken, info.device_bytes)
-    )
+    taken = max(taken, resident_bytes(os.getpid()) if is_cpu else 0)
+    total = total_host_bytes() if is_cpu else info.device_bytes
     if memory and total and taken > memory * total:
         raise ConfigError(
             f"device_memory_share is {memory:g} of {shown_bytes(total)}, and the engine takes {shown_bytes(taken)}: "
             "raise it, or lower kv_cache_memory_mb or gpu_memory_utilization"
         )
     number = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]) or "0"
-    cores = _num_threads(info.device) / len(os.sched_getaffinity(0)) if is_cpu else 1.0
+    threads, slice_s = re.search(r"\d+", info.device) if is_cpu else None, 1e-3 * config.device_slice_ms
+    cores = int(threads.group()) / len(os.sched_getaffinity(0)) if threads else 1.0
     share = DeviceShare(
-        name,
-        cores if config.device_slice_ms else 0.0,
-        config.device_weight,
-        1e-3 * config.device_slice_ms,
-        memory,
-        is_one_shot=config.kind != "text",
+        name, cores if slice_s else 0.0, config.device_weight, slice_s, memory, is_one_shot=config.kind != "text"
     )
     try:
         base = make_private(folder, "it is removed") / ("cpu" if is_cpu else f"cuda-{number}")
@@ -301,16 +297,11 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
         return UnsharedDevice()
 
 
-def _num_threads(device: str) -> int:
-    found = re.search(r"\d+", device)
-    return int(found.group()) if found else len(os.sched_getaffinity(0))
-
-
 def _map(path: Path, size: int) -> mmap.mmap:
     with path.open("a+b") as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a write beyond a full disk would be SIGBUS
         return mmap.mmap(file.fileno(), size)
 
 
-def _refuse(number: int, path: Path) -> Any:
-    raise OSError(number, os.strerror(number), str(path))
+def _refuse(reason: str) -> Any:
+    raise OSError(reason)

@@ -79,7 +79,8 @@ class Frontend:
         share = ASKING_SHARE if info.signature is None else SHORT_ASKING_SHARE
         cancel = functools.partial(self._end, ending=Ending(FinishReason.CANCELLED))
         self._watcher = Watcher(self._live, cancel, self._expire, interval_s=self._poll_interval_s, share=share)
-        self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
+        self._is_text = info.signature is None
+        self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS * self._is_text, self._prompts.take, self._tokenize)
 
     @property
     def is_idle(self) -> bool:
@@ -99,9 +100,12 @@ class Frontend:
             if refusal is None:
                 self._live[live.key] = live
                 self._gate.enter(live.key)
-                self._prompts.put(live)
+                if self._is_text:
+                    self._prompts.put(live)
         if refusal is not None:
             self._fail(live, refusal)
+        elif not self._is_text:
+            self._prepare(live)
 
     def refuse(self, request_id: str, sink: Sink, arrival_ns: int, error: TidewheelError) -> None:
         """Fail a request that could not be read or sent to the engine."""
@@ -131,6 +135,12 @@ class Frontend:
         if not self._senders.close(_CLOSE_TIMEOUT_S):
             logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))
 
+    def _tokenize(self, request: LiveRequest) -> None:
+        try:
+            self._prepare(request)
+        finally:
+            self._prompts.done(request)
+
     def _prepare(self, request: LiveRequest) -> None:
         try:
             if not request.is_over:
@@ -144,8 +154,6 @@ class Frontend:
         except Exception:
             logger.exception("a request could not be prepared")
             self._end(request, Ending(error=InternalError("the request could not be prepared")))
-        finally:
-            self._prompts.done(request)
 
     def _send_to_engine(self, request: LiveRequest) -> None:
         message = request.prepared.message

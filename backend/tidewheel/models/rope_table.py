@@ -30,7 +30,7 @@ class RopeConfig:
         return int(min(self.original_context * self.factor, MAX_CONTEXT)) if self.rope_type == "yarn" else 0
 
 
-def parse_rope(fields: ConfigFields, default_theta: float = 10_000.0) -> RopeConfig:
+def parse_rope(fields: ConfigFields) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
     merged = ConfigFields(
         {**fields.section("rope_scaling").values, **fields.section("rope_parameters").values},
@@ -41,7 +41,7 @@ def parse_rope(fields: ConfigFields, default_theta: float = 10_000.0) -> RopeCon
         raise ConfigError(f"{merged.where}: rope_type {rope_type!r} is not offered; known: {', '.join(ROPE_TYPES)}")
     if merged.number("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{merged.where}: partial_rotary_factor is not offered for this architecture")
-    theta = merged.number("rope_theta", fields.number("rope_theta", default_theta))
+    theta = merged.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if theta <= 1.0:
         raise ConfigError(f"{merged.where}: rope_theta is {theta:g}, it must be above 1")
     if rope_type == "default":

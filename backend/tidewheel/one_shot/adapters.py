@@ -81,6 +81,6 @@ def load_adapter(config: EngineConfig) -> tuple[Adapter, Signature]:
     except ConfigError:
         raise
     except Exception as error:  # libraries have a class for each cause, or none
-        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
-        raise ConfigError(f"{path} cannot be loaded by {config.adapter}: {reason}") from None
+        text = " ".join(str(error).split())[:_MAX_REASON_CHARS] + " (is it whole?)" * (not isinstance(error, OSError))
+        raise ConfigError(f"{path} cannot be loaded by {config.adapter}: {text}") from None
     return adapter, adapter.signature.with_settings(axes, buckets)

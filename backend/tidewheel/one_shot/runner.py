@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -24,14 +24,12 @@ _MAX_REASON_CHARS = 300
 _NUM_MEASURED = 3  # items
 
 
-class FinishedRun:
-    is_done = True
-
-    def __init__(self, tokens: SampledTokens) -> None:
-        self._tokens = tokens
+class FinishedRun(NamedTuple):
+    tokens: SampledTokens
+    is_done: bool = True
 
     def wait(self) -> SampledTokens:
-        return self._tokens
+        return self.tokens
 
 
 class OneShotRunner:
@@ -101,7 +99,7 @@ class OneShotRunner:
         return FinishedRun(SampledTokens(batch.step_id, tokens))
 
     def _measure(self, milliseconds: float) -> None:
-        """Name a slow item of a model whose sizes only its requests tell."""
+        """Log a slow item, for a model whose input sizes are known from requests alone."""
         self._item_ms.append(milliseconds)
         if len(self._item_ms) == _NUM_MEASURED and (line := _slow_item(min(self._item_ms), self._slice_ms)):
             log.warning("%s", line)
@@ -203,10 +201,9 @@ def _item_ms(adapter: Adapter, signature: Signature) -> float:
 
 
 def _item_shape(spec: TensorSpec, signature: Signature) -> list[int]:
-    axes = enumerate(spec.dims)
     return [
         1 if axis == spec.batch_axis else dim if isinstance(dim, int) else signature.buckets[dim][0]
-        for axis, dim in axes
+        for axis, dim in enumerate(spec.dims)
     ]
 
 

@@ -1,7 +1,7 @@
 """Tensors in messages: up to 64 KiB in the message itself, more in a file of shared memory.
 
 The receiver removes the file's name as it maps the file, so the memory ends with the last process that holds it.
-Files without a receiver are removed by their writer, or after its death at the start of another process.
+Files without a receiver are removed by their writer or, after its death, by the next process that starts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _RETRY_AFTER_MS = 250
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 _numbers = itertools.count()
+_start_ticks = functools.cache(start_ticks)  # for this process
 _unread: deque[tuple[float, Path]] = deque()  # of results, with the time of writing
 
 
@@ -60,7 +61,7 @@ class PackedTensors(msgspec.Struct, array_like=True, dict=True):
         views = [piece for part in parts for piece in (part.data, bytes(-part.nbytes % _ALIGNMENT))]
         if sum(part.nbytes for part in parts) <= INLINE_BYTES:
             return cls(tensors, b"".join(views))
-        path = folder() / f"{os.getpid()}-{start_ticks(os.getpid())}-{next(_numbers)}"
+        path = folder() / f"{os.getpid()}-{_start_ticks(os.getpid())}-{next(_numbers)}"
         _write(path, views)
         if is_result:
             _unread.append((time.monotonic(), path))

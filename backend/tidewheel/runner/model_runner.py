@@ -216,6 +216,8 @@ class ModelRunner:
             pending = self._launch(batch)
         if self._accelerator is None:
             pending.wait()
+        if self._threads is not None:
+            self._threads.own.end_step()
         return pending
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:

@@ -4,9 +4,8 @@ import ctypes
 import os
 import threading
 import weakref
-from pathlib import Path
 
-from tidewheel_kernels.native.library import thread_runtimes
+from tidewheel_kernels.native.library import libgomp
 
 NAME = "short-waits"  # of the thread
 
@@ -20,8 +19,7 @@ class ShortWaits:
 
     def __init__(self) -> None:
         self._end: threading.Event | None = None
-        runtimes = [] if "OMP_WAIT_POLICY" in os.environ else list(thread_runtimes())
-        self._libgomp = runtimes[0] if [Path(name).name[:7] for name in runtimes] == ["libgomp"] else None
+        self._libgomp = None if "OMP_WAIT_POLICY" in os.environ else libgomp()
 
     def turn(self, is_on: bool) -> None:
         if self._libgomp is None or is_on == (self._end is not None):

@@ -104,6 +104,7 @@ _MIN_STEPS = 8
 _TIME_CONSTANT_S = 10.0  # of evidence
 _MIN_BACKLOG_S = 0.5  # before a pace counts
 _MAX_FACTOR = 2.0  # of the expected time, for pauses
+_CAUTION = 2.0  # standard deviations beside the mean
 
 
 def _fade(now: float, last: float) -> float:
@@ -124,6 +125,7 @@ class StepTime:
         self._mean_seconds = 0.0
         self._var = 0.0
         self._cov = 0.0
+        self._var_seconds = 0.0
 
     @property
     def seconds_per_token(self) -> float:
@@ -150,6 +152,7 @@ class StepTime:
         rest = 1.0 - gain
         self._var = self._var * forget + tokens_off * tokens_off * rest
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
+        self._var_seconds = self._var_seconds * forget + seconds_off * seconds_off * rest
 
     def seconds(self, num_chunk_tokens: int) -> float:
         """Predict a step's seconds: the mean without a slope, 0 before any step."""
@@ -164,10 +167,14 @@ class StepTime:
         return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
 
     def most_tokens(self, seconds: float) -> int:
-        """Return the tokens of a step of so many seconds: in proportion without a slope, 1 before any step."""
-        if (slope := self.seconds_per_token) > 0.0:
-            return int(self._mean_tokens + (seconds - self._mean_seconds) / slope)
-        return int(seconds * max(self._mean_tokens, 1.0) / max(self._mean_seconds, 1e-9)) if self._num_steps else 1
+        """Return the tokens of a step that seldom exceeds so many seconds: in proportion without a slope, or 1."""
+        if not self._num_steps:
+            return 1
+        slope = self.seconds_per_token or max(self._mean_seconds, 1e-9) / max(self._mean_tokens, 1.0)
+        squares = self._var_seconds - slope * (2.0 * self._cov - slope * self._var)  # of what the estimate misses
+        spread = math.sqrt(max(squares, 0.0) / self._weight)
+        most = max(seconds - _CAUTION * spread, 0.5 * seconds)
+        return int(self._mean_tokens + (most - self._mean_seconds) / slope)
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int, seconds_per_block: float | None) -> bool:
         """Return whether copying blocks out and back is faster than computing the tokens again."""

@@ -188,3 +188,9 @@ def thread_runtimes() -> set[str]:
         return set()
     mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
     return {path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))}
+
+
+def libgomp() -> str | None:
+    """Return the path of GNU OpenMP, if torch has no other."""
+    runtimes = list(thread_runtimes())
+    return runtimes[0] if [Path(name).name[:7] for name in runtimes] == ["libgomp"] else None

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 READS = 12
+SETTLE_S = 1.0  # of busy processes, before what is measured begins
 BUSY = """
 import os, sys
 os.nice(int(sys.argv[1]))
@@ -37,6 +38,7 @@ def busy_processes(count: int, nice: int = 0) -> Iterator[None]:
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()
+        time.sleep(SETTLE_S if processes else 0.0)
         yield
     finally:
         for process in processes:

@@ -22,6 +22,7 @@ from tidewheel.request import Request
 from tidewheel.runner.loading import graph_sizes
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.runner.thread_count import StepThreads
 from tidewheel.sampling import SamplingParams
 
 
@@ -115,6 +116,18 @@ def test_16_bit_formats_come_close_to_float32(config: EngineConfig, dtype: str) 
         return logprobs[0].logprob
 
     assert logprob(dtype) == pytest.approx(logprob("float32"), abs=0.1)
+
+
+def test_the_calling_thread_is_let_go_when_a_step_raises(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = StepThreads(1)
+    threads.own = own = mock.Mock()
+    monkeypatch.setattr(runner, "_threads", threads)
+    monkeypatch.setattr(runner, "_launch", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        runner.launch(prefill(int32(1, 2)))
+    assert [call[0] for call in own.method_calls] == ["begin_step", "end_step"]
 
 
 def test_a_launch_answers_every_wait_alike(runner: ModelRunner) -> None:

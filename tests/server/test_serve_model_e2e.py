@@ -84,8 +84,9 @@ def serve(folder: Path, *arguments: str) -> Server:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Server]:
-    """For tests that leave it as it was."""
-    with short_folder() as path:
+    """For tests that leave it as it was. glibc gives freed memory back at once, so what is left is kept by Triton."""
+    with short_folder() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
         running = serve(path)
         yield running
         assert stop_server(running) == 0

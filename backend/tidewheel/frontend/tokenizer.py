@@ -36,8 +36,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos = backend.token_to_id(self.named_tokens.get("eos_token", ""))
         self.eos_token_ids = frozenset(() if eos is None else (eos,))
-        self.max_token_bytes = _max_token_bytes(backend)
         self.joins_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self.max_token_bytes = _max_token_bytes(backend) if self.joins_bytes else None
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -175,11 +175,7 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
-    if (
-        not isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        or backend.normalizer is not None
-        or any(token.lstrip or token.rstrip for token in added)
-    ):
+    if backend.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
         return None
     if getattr(backend.model, "unk_token", None) is not None:
         return None

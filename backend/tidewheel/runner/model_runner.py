@@ -207,18 +207,20 @@ class ModelRunner:
         """Start a step without waiting; the device runs steps in order."""
         if self._threads is not None:
             self._threads.adapt(batch.num_tokens + sum(new.request.encoder_tokens for new in batch.new_rows))
-        self._use(batch.weights)
-        with torch.inference_mode():
-            self._transfers.start(batch)
-            self._sampling.update(batch)
-            if self._steps.encoder is not None:
-                self._steps.encoder.update(batch)
-            pending = self._launch(batch)
-        if self._accelerator is None:
-            pending.wait()
-        if self._threads is not None:
-            self._threads.own.end_step()
-        return pending
+        try:
+            self._use(batch.weights)
+            with torch.inference_mode():
+                self._transfers.start(batch)
+                self._sampling.update(batch)
+                if self._steps.encoder is not None:
+                    self._steps.encoder.update(batch)
+                pending = self._launch(batch)
+            if self._accelerator is None:
+                pending.wait()
+            return pending
+        finally:
+            if self._threads is not None:
+                self._threads.own.end_step()
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
         changes = self._rows.update(batch)

@@ -34,7 +34,7 @@ class OwnProcessors:
             _allow(self._all[:1])
 
     def end_step(self) -> None:
-        """Let the calling thread go: what it starts would be bound as well."""
+        """Allow the calling thread all processors again: what it starts inherits them."""
         if self._is_on:
             _allow(self._all)
 

@@ -90,6 +90,11 @@ def test_a_config_that_is_no_file_is_left_to_the_load(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == str(tmp_path)
 
 
+def test_a_pipeline_of_diffusers_has_no_config(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == str(tmp_path)
+
+
 @pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (15, 1), (16, 2), (24, 3), (128, 4)])
 def test_front_ends_by_cores(num_cores: int, expected: int) -> None:
     assert num_front_ends(num_cores) == expected

@@ -43,7 +43,7 @@ def resolve_model(model: str) -> str:
         resolve_folder(model)
         return str(folder.absolute())
     if model and folder.is_dir():
-        if not (folder / "config.json").exists():
+        if not any((folder / name).exists() for name in ("config.json", "model_index.json")):
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
         return str(folder.resolve())
     if not _HUB_ID.fullmatch(model):

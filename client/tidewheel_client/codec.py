@@ -31,7 +31,7 @@ def encode(ask: Ask) -> service_pb2.ModelInferRequest:
             ids = _token_ids(value)
             _add(request, name, "INT32", len(ids), ids.tobytes())
         else:
-            add_text(request, name, str(value))
+            add_text(request, name, value if isinstance(value, bytes) else str(value))
     flags, sampling = _flags_and_sampling(ask.params)
     for name, wanted in {"stream": ask.stream, **flags}.items():
         _add(request, name, "BOOL", 1, struct.pack("<?", wanted))
@@ -101,9 +101,9 @@ def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[st
         request.parameters["timeout"].int64_param = max(1, int(deadline_ms * 1000))
 
 
-def add_text(request: service_pb2.ModelInferRequest, name: str, text: str) -> None:
+def add_text(request: service_pb2.ModelInferRequest, name: str, text: str | bytes) -> None:
     # The server reports lone surrogates, so send them.
-    data = text.encode("utf-8", "surrogatepass")
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     _add(request, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
 
 

@@ -100,7 +100,7 @@ class AnswerWriter:
     def end(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        return _event({**self._head, "choices": [], "usage": self._usage.as_json()}) + DONE
+        return as_event({**self._head, "choices": [], "usage": self._usage.as_json()}) + DONE
 
     def _chunk_event(self, index: int, chunk: Chunk) -> bytes:
         self._usage.add(index, chunk)
@@ -112,7 +112,7 @@ class AnswerWriter:
             event = self._with_prompt_of_chat(event)
         if self._options.include_usage or self._options.continuous_usage_stats:
             event["usage"] = self._usage.as_json() if self._options.continuous_usage_stats else None
-        return _event(event)
+        return as_event(event)
 
     def _choice(self, index: int, part: Chunk | Completion) -> Json:
         number = index * self._body.n + part.index
@@ -194,7 +194,7 @@ class AnswerWriter:
         }
 
 
-def _event(event: Json) -> bytes:
+def as_event(event: Json) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 

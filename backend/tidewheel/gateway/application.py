@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from tidewheel import metrics
-from tidewheel.gateway import answers, bodies, encoders, errors, playground_pages, triton_proxy
+from tidewheel.gateway import answers, bodies, encoders, errors, playground_pages, transcriptions, triton_proxy
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
@@ -53,6 +53,7 @@ class _Endpoint(NamedTuple):
     answer: Callable[[web.Request, UpstreamRequest, Responses[Any]], Awaitable[web.StreamResponse]]
     tasks: Sequence[Task] = ("generate",)
     attempt: type[Attempt[Any]] = GrpcAttempt
+    is_form: bool = False  # the body; else JSON
 
 
 class Gateway:
@@ -74,6 +75,7 @@ class Gateway:
 
     def application(self) -> web.Application:
         read_stream, whole = partial(triton_proxy.read, stream=True), partial(partial, _answer_whole)
+        read_speech, speech = transcriptions.read_speech, partial(_Endpoint, answer=self._transcribe, is_form=True)
         endpoints = {
             "/v1/chat/completions": _Endpoint(bodies.read_chat, self._generate),
             "/v1/completions": _Endpoint(bodies.read_completion, self._generate),
@@ -82,6 +84,8 @@ class Gateway:
             ),
             "/v1/rerank": _Endpoint(encoders.read_rerank, whole(encoders.pairs_answer), ("rerank",)),
             "/v1/score": _Endpoint(encoders.read_score, whole(encoders.pairs_answer), ("rerank",)),
+            "/v1/audio/transcriptions": speech(read_speech),
+            "/v1/audio/translations": speech(partial(read_speech, translate=True)),
             "/tokenize": _Endpoint(bodies.read_tokenize, whole(answers.tokens_answer)),
             "/detokenize": _Endpoint(bodies.read_detokenize, whole(answers.text_answer)),
             "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, attempt=ProxyAttempt),
@@ -104,16 +108,16 @@ class Gateway:
     async def _serve(self, endpoint: _Endpoint, http: web.Request) -> web.StreamResponse:
         account: Account = http["account"]
         with account.admit():
-            body = await _read_body(http)
-            request = await self._beside(len(body), lambda: account.label(endpoint.read(_parse(http, body))))
+            body = await _read_body(http, is_form=endpoint.is_form)
+            size = len(body) if isinstance(body, bytes) else sum(map(len, body.values()))
+            request = await self._beside(size, lambda: account.label(endpoint.read(_parse(http, body))))
             name = http.match_info.get("model", request.body.model)
             request.model, task = self._upstreams.model(name, endpoint.tasks)
             attempt = endpoint.attempt if task == "generate" else EncoderAttempt
             request.request_id, request.traceparent = _request_id(http, request), _traceparent(http)
             http["schema_name"] = request.schema_name
             indices = range(len(request.prompts))
-            size = len(body) * len(indices)  # at most
-            attempts = await self._beside(size, lambda: [attempt(request, index) for index in indices])
+            attempts = await self._beside(size * len(indices), lambda: [attempt(request, index) for index in indices])
             async with contextlib.aclosing(self._upstreams.deliver_all(attempts)) as responses:
                 return await endpoint.answer(http, request, responses)
 
@@ -167,6 +171,16 @@ class Gateway:
         if request.stream:
             return await self._stream(http, writer.headers, responses, writer.events, writer.end)
         return _json_response(writer.whole(await _read_all(responses)), headers=writer.headers)
+
+    async def _transcribe(
+        self, http: web.Request, request: UpstreamRequest, responses: Responses[list[Chunk]]
+    ) -> web.StreamResponse:
+        writer = transcriptions.TranscriptWriter(request)
+        if request.stream:
+            return await self._stream(http, writer.headers, responses, writer.events, writer.end)
+        async for index, chunks in responses:
+            writer.events(index, chunks)
+        return web.Response(body=writer.whole(), headers=writer.headers)
 
     async def _proxy(
         self, http: web.Request, request: UpstreamRequest, responses: Responses[bytes]
@@ -264,22 +278,24 @@ async def _front_page(_: web.Request) -> web.Response:
     return web.Response(text=_FRONT_PAGE)
 
 
-async def _read_body(http: web.Request) -> bytes:
-    if http.content_type != "application/json":
-        raise Unsupported(f"Content-Type is {http.content_type}: send application/json")
+async def _read_body(http: web.Request, *, is_form: bool) -> bytes | bodies.Fields:
+    kind = "multipart/form-data" if is_form else "application/json"
+    if http.content_type != kind:
+        raise Unsupported(f"Content-Type is {http.content_type}: send {kind}")
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Unsupported("Content-Encoding is set: send the body as it is")
     if (http.content_length or 0) > http.client_max_size:
         raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
     try:
         async with asyncio.timeout(BODY_S):
-            return await http.read()
+            return await (transcriptions.read_form(http) if is_form else http.read())
     except TimeoutError:
         raise RequestTimeout(f"the body did not arrive within {BODY_S:g} s") from None
 
 
-def _parse(http: web.Request, body: bytes) -> bodies.Fields:
-    http["fields"] = fields = bodies.parse(body)  # for errors that name a field
+def _parse(http: web.Request, body: bytes | bodies.Fields) -> bodies.Fields:
+    fields = bodies.parse(body) if isinstance(body, bytes) else body
+    http["fields"] = fields  # for errors that name a field
     return fields
 
 

@@ -34,7 +34,8 @@ Prompt = dict[str, object]  # tensors by name
 Fields = dict[str, Any]
 
 # Refused fields: the reason, and values that request nothing, beside null.
-_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
+RefusedFields = Mapping[str, tuple[str, tuple[object, ...]]]
+_REFUSED: RefusedFields = {
     "num_return_sequences": ("set n", (False,)),
     "close_session": ("a session ends by its time (session_ttl_s), or over gRPC", (False,)),
     "functions": ("send tools", ([],)),
@@ -199,18 +200,23 @@ def _outside_strings(data: bytes) -> Iterator[bytes]:
         is_inside ^= (len(parts) - 1) & 1
 
 
-def read_fields(fields: Fields, kind: type[_B]) -> tuple[_B, Fields]:
-    """Return the checked body, and the parameters for the backend. Raise `InvalidRequest` or `Unsupported`."""
-    for name, (reason, neutral) in _REFUSED.items():
+def read_fields(
+    fields: Fields, kind: type[_B], refused: RefusedFields = _REFUSED, *, strict: bool = True
+) -> tuple[_B, Fields]:
+    """Return the checked body, and the parameters for the backend. Raise `InvalidRequest` or `Unsupported`.
+
+    Without `strict`, texts stand for other values.
+    """
+    for name, (reason, neutral) in refused.items():
         if name in fields and fields[name] not in neutral:
             raise Unsupported(f"{name} is set: {reason}")
     names = kind.__struct_fields__
-    others = {key: value for key, value in fields.items() if key not in names and key not in _REFUSED}
+    others = {key: value for key, value in fields.items() if key not in names and key not in refused}
     check_parameters(others)
     if flags := OUTPUT_FLAGS.keys() & others.keys():
         raise InvalidRequest(f"unknown parameter {min(flags)!r}: OpenAI's API has no output flags")
     try:
-        return msgspec.convert({key: fields[key] for key in names if key in fields}, kind), others
+        return msgspec.convert({key: fields[key] for key in names if key in fields}, kind, strict=strict), others
     except msgspec.ValidationError as error:
         if missing := _MISSING.fullmatch(str(error)):
             raise FieldMissing(f"{missing[1]} is missing: it is required") from None

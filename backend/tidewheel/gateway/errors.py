@@ -61,6 +61,7 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
 _NAMES = {
     "text_input": ("prompt", "input"),
     "input_ids": ("prompt", "tokens", "input"),
+    "audio_file": ("file",),
     "qos_class": ("priority",),
     "logprobs": ("top_logprobs",),
     "max_tokens": ("max_tokens", "max_completion_tokens"),

@@ -109,6 +109,8 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
 def _bytes(value: object) -> bytes:
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):  # a file of sound, from whose beginning no cache follows
+        return value[:BYTES_PER_TOKEN]
     try:
         return array("i", value).tobytes()  # type: ignore[call-overload, no-any-return]
     except (TypeError, OverflowError):

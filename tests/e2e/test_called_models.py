@@ -20,11 +20,10 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from support.triton.client_tensors import Array, make_inputs
-from support.triton.serving import Server, start_server, stop_server, wait_for, wait_ready
+from support.triton.serving import Server, start_server, stop_without_tensors, wait_for, wait_ready
 from tidewheel.cli.main import main
 from tidewheel.engine.connection import ask
 from tidewheel.engine.messages import ListRequests, RequestList
-from tidewheel.one_shot import shared_tensors
 from tidewheel.server import ServeError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -104,9 +103,7 @@ def served(repository: Path) -> Iterator[Server]:
     command = ("--model-repository", str(repository), "--model-control", "explicit", "--models", names)
     running = wait_ready(start_server(*command, log=log))
     yield running
-    running.session.close()
-    assert stop_server(running) == 0, log.read_text()
-    assert not list(shared_tensors.folder().iterdir())
+    stop_without_tensors(running)
 
 
 def num_running(server: Server, name: str) -> int:

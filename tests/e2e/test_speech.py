@@ -18,8 +18,7 @@ from tritonclient.utils import InferenceServerException
 from support.models import tiny_whisper
 from support.models.tiny_models import MARGIN
 from support.triton.client_tensors import Array, make_inputs
-from support.triton.serving import Server, grpc_stream, sse_events, start_server, stop_server, wait_ready
-from tidewheel.one_shot import shared_tensors
+from support.triton.serving import Server, grpc_stream, sse_events, start_server, stop_without_tensors, wait_ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -62,8 +61,7 @@ def served(sound: Sound, folder: Path, tmp_path_factory: pytest.TempPathFactory)
     log = repository.parent / "speech.log"
     running = wait_ready(start_server("--model-repository", str(repository), log=log))
     yield running
-    assert stop_server(running) == 0, log.read_text()
-    assert not list(shared_tensors.folder().iterdir())
+    stop_without_tensors(running)
 
 
 def wav(samples: Array, rate: int = 16_000) -> bytes:

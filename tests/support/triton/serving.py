@@ -24,6 +24,7 @@ import pytest
 import requests
 import tritonclient.grpc as grpcclient
 
+from tidewheel.one_shot import shared_tensors
 from tidewheel.server.model_control import Action, ask_server
 from tidewheel.server.workdir import WorkDir
 from tidewheel_client import Figures
@@ -199,6 +200,14 @@ def stop_server(server: Server) -> int:
     except subprocess.TimeoutExpired:
         server.process.kill()
         raise
+
+
+def stop_without_tensors(server: Server) -> None:
+    """Stop the server; none of its processes may leave tensors. Files of other servers come and go."""
+    owners = {str(process.pid) for process in server.descendants()}
+    assert stop_server(server) == 0, server.log.read_text()
+    left = [path.name for path in shared_tensors.folder().iterdir() if path.name.partition("-")[0] in owners]
+    assert not left
 
 
 def grpc_inputs(text: str | None = None, **tensors: Any) -> list[grpcclient.InferInput]:

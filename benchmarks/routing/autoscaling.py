@@ -23,10 +23,10 @@ from common.study import RESULTS, Study, show
 from tidewheel.bench.charts import COLOURS, GREYS, ChartImage, legend_below, panels, style
 from tidewheel.config import EngineConfig
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan
+from tidewheel.simulate.fleet_choice import make_scaling
 from tidewheel.simulate.scenario import UNBOUNDED, simulated_info, simulator_of
 from tidewheel.simulate.simulator import Simulator
 from tidewheel.stats import Objective

@@ -8,7 +8,7 @@ import pytest
 
 from support.triton import fake_triton
 from support.triton.serving import WEIGHTS
-from tidewheel.baseline import Generator
+from tidewheel.bench.batch_generator import Generator
 from tidewheel.config import EngineConfig
 
 sys.modules["triton_python_backend_utils"] = fake_triton

@@ -14,7 +14,7 @@ from support.models import tiny_models
 from support.models.gguf_files import write_model
 from support.models.quantized_formats import CASES, save_quantized_llama
 from support.models.tiny_models import MARGIN, greedy
-from tidewheel.baseline import Generator, Row, RowEnds, _load_model
+from tidewheel.bench.batch_generator import Generator, Row, RowEnds, _load_model
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.models.gguf_file import GGUFFile

@@ -13,10 +13,14 @@ import pytest
 from support.triton import fake_triton
 from support.triton.fake_triton import InferenceRequest, InferenceResponse, Tensor
 from support.triton.serving import REPOSITORY, WEIGHTS
-from tidewheel.adapter.baseline import TritonPythonModel
-from tidewheel.baseline import Generator, Row
+from tidewheel.bench.batch_generator import Generator, Row
+from tidewheel.bench.transformers_baseline import TransformersBaseline
 
 Reply = dict[str, Any]
+
+
+class TritonPythonModel(TransformersBaseline):
+    triton = fake_triton
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.fleet import arrival_forecast
-from tidewheel.fleet.arrival_forecast import BUCKET_S, ArrivalBuckets, ArrivalForecast, bucket_counts
+from tidewheel.fleet.arrival_forecast import BUCKET_S, ArrivalBuckets, ArrivalForecast
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
 from tidewheel.fleet.scaling_policies import PredictiveScaling, ReactiveScaling
+from tidewheel.simulate.fleet_choice import bucket_counts
 
 BUCKETS = 288
 TOKENS, CAPACITY = 100, 1000.0

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingPolicy, ScalingSettings
-from tidewheel.fleet.scaling_policies import SCALING_POLICIES, make_scaling
+from tidewheel.fleet.scaling_policies import SCALING_POLICIES
 from tidewheel.request import Priority
+from tidewheel.simulate.fleet_choice import make_scaling
 
 NAMES = tuple(SCALING_POLICIES)
 CAPACITY = 1000.0  # tokens per second of a replica

@@ -68,7 +68,6 @@ LAYERS = {
     "tidewheel.llm": 5,
     "tidewheel.model": 5,
     "tidewheel.adapter": 5,
-    "tidewheel.baseline": 5,
     "tidewheel.server": 6,
     "tidewheel.entries": 6,
     "tidewheel.gateway": 6,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, load_bound
-from tidewheel.fleet.routers import ROUTERS, HashRing, check_router
+from tidewheel.fleet.routers import ROUTERS, HashRing
+from tidewheel.simulate.fleet_choice import check_router
 
 NOTHING = RouteRequest(num_tokens=10)
 

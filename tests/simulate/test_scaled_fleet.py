@@ -15,10 +15,10 @@ from support.long_runs import examples
 from support.simulate.simulation import make_trace, simulator
 from tidewheel.errors import InternalError
 from tidewheel.fleet.scaling import FleetState, ScalingSettings
-from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan
+from tidewheel.simulate.fleet_choice import make_scaling
 from tidewheel.simulate.outcomes import FINISHED
 from tidewheel.simulate.simulator import Simulator
 

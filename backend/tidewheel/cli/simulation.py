@@ -15,10 +15,10 @@ from tidewheel.bench.tables import TextTable
 from tidewheel.cli.simulation_scaling import scaling_options
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
-from tidewheel.fleet.routers import check_router
 from tidewheel.request import Priority
 from tidewheel.server.repository import parse_settings
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
+from tidewheel.simulate.fleet_choice import check_router
 from tidewheel.simulate.outcomes import Figures
 from tidewheel.simulate.scenario import ARRIVALS, Scenario, ScenarioResult
 from tidewheel.workload.lengths import Lengths

@@ -7,9 +7,9 @@ import msgspec
 from tidewheel.cli.usage import UsageError
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_policies import check_scaling
 from tidewheel.server.repository import parse_settings
 from tidewheel.settings import check_known
+from tidewheel.simulate.fleet_choice import check_scaling
 from tidewheel.workload.trace_files import read_trace
 
 _GIVEN = ("min_replicas", "max_replicas", "startup_s")  # by options of their own

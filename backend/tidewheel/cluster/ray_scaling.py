@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tidewheel import metrics
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
-from tidewheel.fleet.scaling_policies import make_scaling
+from tidewheel.fleet.scaling_policies import SCALING_POLICIES
 from tidewheel.request import Priority
 
 _SUMS = {
@@ -51,8 +51,8 @@ class _Counters(NamedTuple):
 
 class RayScaling:
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
-        """Raise `ConfigError` for an unknown policy or wrong setting."""
-        self._policy = make_scaling(policy, ScalingSettings(**settings))
+        """Raise `ConfigError` for a wrong setting."""
+        self._policy = SCALING_POLICIES[policy](ScalingSettings(**settings))
         self._clock = clock
         self._counters: dict[str, _Counters] = {}  # by replica
         self._num_arrivals = 0.0

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Iterable
 
 BUCKET_S = 300.0
 NUM_BUCKETS = 288  # of a season, a day
@@ -111,12 +109,3 @@ class ArrivalBuckets:
         self._count += rate * (now - time)
         self._last = (now, num_arrivals)
         return done
-
-
-def bucket_counts(arrivals: Sequence[float]) -> list[float]:
-    """Return the arrivals in each bucket of whole seasons. `arrivals`: seconds since the first season began."""
-    if not len(arrivals):
-        return []
-    num_buckets = math.ceil((max(arrivals) + 1e-9) / (NUM_BUCKETS * BUCKET_S)) * NUM_BUCKETS
-    buckets = (np.asarray(arrivals) / BUCKET_S).astype(np.intp)
-    return [float(count) for count in np.bincount(buckets, minlength=num_buckets)]

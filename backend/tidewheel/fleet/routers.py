@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tidewheel.batch import BoolArray, Float64Array, RowArray
-from tidewheel.errors import ConfigError
 from tidewheel.fleet.prefix_index import MAX_KNOWN, PrefixIndex
 from tidewheel.fleet.router import LOAD_FACTOR, RoutedRequest, Router, RouteRequest, T, load_bound
 from tidewheel.request import Priority
@@ -213,9 +212,3 @@ ROUTERS: Mapping[str, Callable[[], Router[Any]]] = {
     "session-affinity": SessionAffinityRouter,
     "prefix-aware": PrefixAwareRouter,
 }
-
-
-def check_router(name: str) -> None:
-    """Raise `ConfigError` for an unknown router name."""
-    if name not in ROUTERS:
-        raise ConfigError(f"router is {name!r}: choose one of {', '.join(ROUTERS)}")

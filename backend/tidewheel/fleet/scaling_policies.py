@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from tidewheel.errors import ConfigError
-from tidewheel.fleet.arrival_forecast import BUCKET_S, ArrivalBuckets, ArrivalForecast, bucket_counts
+from tidewheel.fleet.arrival_forecast import BUCKET_S, ArrivalBuckets, ArrivalForecast
 from tidewheel.fleet.scaling import FleetState, FleetWork, ScalingPolicy, ScalingSettings, WorkMeter, is_late
 
 _SLACK = 1e-9  # so that rounding asks for no replica
@@ -185,17 +184,3 @@ SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = {
     "queue-depth": QueueDepthScaling,
     "ongoing": OngoingRequestScaling,
 }
-
-
-def check_scaling(name: str) -> None:
-    """Raise `ConfigError` for an unknown policy name."""
-    if name not in SCALING_POLICIES:
-        raise ConfigError(f"scaling is {name!r}: choose one of {', '.join(SCALING_POLICIES)}")
-
-
-def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] = ()) -> ScalingPolicy:
-    """`history`: arrival times (s) of past days, for `predictive`. Raise as `check_scaling`."""
-    check_scaling(name)
-    if name == "predictive":
-        return PredictiveScaling(settings, bucket_counts(history))
-    return SCALING_POLICIES[name](settings)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
-from tidewheel.errors import ConfigError, ModelFailed, NumericError, TidewheelError
+from tidewheel.errors import ConfigError, NumericError
 from tidewheel.one_shot.adapters import load_adapter
-from tidewheel.one_shot.runner import FinishedRun, reason_of
+from tidewheel.one_shot.runner import FinishedRun, each_of, reason_of
 from tidewheel.one_shot.signature import Arrays, Signature
 from tidewheel.one_shot.step_options import StepOffer, StepOptions
 from tidewheel.request import Request
@@ -22,7 +22,6 @@ from tidewheel.runner.info import RunnerInfo
 log = logging.getLogger(__name__)
 
 _BLOCKS_PER_ROW = 4
-_T = TypeVar("_T")
 State = Any  # of one request, made by `prepare`
 
 
@@ -103,10 +102,9 @@ class IterativeRunner:
         requests = [self._rows[row] for row in batch.rows.tolist()]
         for request in requests:
             if request.progress is None:
-                _each([request], self._begin)
+                each_of([request], self._begin)
         self._advance([request for request in requests if request.error is None])
-        tokens = [0 if request.error is None else SampledTokens.NOT_FINITE for request in requests]
-        return FinishedRun(SampledTokens(batch.step_id, np.array(tokens, np.int32)))
+        return FinishedRun.of(batch.step_id, requests)
 
     def _begin(self, requests: Sequence[Request]) -> list[None]:
         for request in requests:
@@ -116,29 +114,15 @@ class IterativeRunner:
         return [None] * len(requests)
 
     def _advance(self, requests: Sequence[Request]) -> None:
-        for request, is_finite in _each(requests, lambda some: self._model.step(_states(some))):
+        for request, is_finite in each_of(requests, lambda some: self._model.step(_states(some))):
             request.progress.num_steps += 1
             if not is_finite:
                 step = f"step {request.progress.num_steps}"
                 request.error = NumericError(f"{step} is not finite (NaN or infinite); only this request is affected")
         shown = [request for request in requests if request.error is None and request.progress.is_shown]
-        for request, outputs in _each(shown, lambda some: self._model.decode(_states(some))):
+        for request, outputs in each_of(shown, lambda some: self._model.decode(_states(some))):
             request.outputs = request.progress.with_step(outputs)
 
 
 def _states(requests: Sequence[Request]) -> list[State]:
     return [request.progress.state for request in requests]
-
-
-def _each(requests: Sequence[Request], work: Callable[[Sequence[Request]], list[_T]]) -> list[tuple[Request, _T]]:
-    """Return the results of requests together or, if that fails, of each alone, which takes its error."""
-    try:
-        return list(zip(requests, work(requests), strict=True)) if requests else []
-    except Exception as error:
-        if len(requests) > 1:
-            kind = type(error).__name__  # its text may quote inputs
-            log.warning("a step of %d requests raised %s: each is tried alone", len(requests), kind)
-            return [pair for request in requests for pair in _each([request], work)]
-        failure = ModelFailed(f"the model raised an error for this request: {reason_of(error)}")
-        requests[0].error = error if isinstance(error, TidewheelError) else failure
-        return []

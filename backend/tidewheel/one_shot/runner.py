@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -22,11 +22,18 @@ log = logging.getLogger(__name__)
 _BLOCKS_PER_ROW = 64  # so that blocks are not short while steps that ended wait for a slow one before them
 _MAX_REASON_CHARS = 300
 _NUM_MEASURED = 3  # items
+_T = TypeVar("_T")
 
 
 class FinishedRun(NamedTuple):
     tokens: SampledTokens
     is_done: bool = True
+
+    @classmethod
+    def of(cls, step_id: int, requests: Sequence[Request]) -> Self:
+        """Return the answer for requests that have their outputs or errors."""
+        tokens = [0 if request.error is None else SampledTokens.NOT_FINITE for request in requests]
+        return cls(SampledTokens(step_id, np.array(tokens, np.int32)))
 
     def wait(self) -> SampledTokens:
         return self.tokens
@@ -86,17 +93,18 @@ class OneShotRunner:
         """Run the batch's requests, all of which are new."""
         by_row = {new.row: new.request for new in batch.new_rows}
         requests = [by_row[row] for row in batch.rows.tolist()]
-        tokens, begin = np.zeros(len(requests), np.int32), time.monotonic()
-        results = self._results(requests)
+        begin = time.monotonic()
+        for some in [requests] if self._may_join else [[request] for request in requests]:
+            for request, outputs in each_of(some, self._outputs):
+                if self._check_finite and (error := not_finite(outputs)):
+                    request.error = error
+                else:
+                    request.outputs = outputs
         if batch.num_tokens == 1 and len(self._item_ms) < _NUM_MEASURED and not self.info.slow_item:
             self._measure(1e3 * (time.monotonic() - begin))
-        for index, (request, result) in enumerate(zip(requests, results, strict=True)):
+        for request in requests:
             request.inputs = None
-            if isinstance(result, TidewheelError):
-                request.error, tokens[index] = result, SampledTokens.NOT_FINITE
-            else:
-                request.outputs = result
-        return FinishedRun(SampledTokens(batch.step_id, tokens))
+        return FinishedRun.of(batch.step_id, requests)
 
     def _measure(self, milliseconds: float) -> None:
         """Log a slow item, for a model whose input sizes are known from requests alone."""
@@ -104,21 +112,9 @@ class OneShotRunner:
         if len(self._item_ms) == _NUM_MEASURED and (line := _slow_item(min(self._item_ms), self._slice_ms)):
             log.warning("%s", line)
 
-    def _results(self, requests: Sequence[Request]) -> list[Arrays | TidewheelError]:
+    def _outputs(self, requests: Sequence[Request]) -> list[Arrays]:
         inputs = [request.inputs or {} for request in requests]
-        if len(inputs) > 1 and self._may_join:
-            try:
-                return [self._checked(outputs) for outputs in self._run_joined(inputs)]
-            except Exception as error:
-                kind = type(error).__name__  # its text may quote inputs
-                log.warning("a batch of %d requests raised %s: each is tried alone", len(inputs), kind)
-        return [self._run_alone(each) for each in inputs]
-
-    def _run_alone(self, inputs: Arrays) -> Arrays | TidewheelError:
-        try:
-            return self._checked(self._cut(self._run([inputs]), inputs))
-        except Exception as error:
-            return ModelFailed(f"the model raised an error for this request: {reason_of(error)}")
+        return self._run_joined(inputs) if len(inputs) > 1 else [self._cut(self._run(inputs), inputs[0])]
 
     def _run_joined(self, inputs: Sequence[Arrays]) -> list[Arrays]:
         """Run several requests as one. Raise what the model raises, or `ValueError` for outputs of other sizes."""
@@ -172,8 +168,19 @@ class OneShotRunner:
             for spec in self._signature.outputs
         }
 
-    def _checked(self, outputs: Arrays) -> Arrays | TidewheelError:
-        return (not_finite(outputs) if self._check_finite else None) or outputs
+
+def each_of(requests: Sequence[Request], work: Callable[[Sequence[Request]], list[_T]]) -> list[tuple[Request, _T]]:
+    """Return the results of requests together or, if that fails, of each alone, which takes its error."""
+    try:
+        return list(zip(requests, work(requests), strict=True)) if requests else []
+    except Exception as error:
+        if len(requests) > 1:
+            kind = type(error).__name__  # its text may quote inputs
+            log.warning("a batch of %d requests raised %s: each is tried alone", len(requests), kind)
+            return [pair for request in requests for pair in each_of([request], work)]
+        failure = ModelFailed(f"the model raised an error for this request: {reason_of(error)}")
+        requests[0].error = error if isinstance(error, TidewheelError) else failure
+        return []
 
 
 def not_finite(outputs: Arrays) -> NumericError | None:

@@ -13,11 +13,11 @@ from tidewheel.engine.build import build_scheduler, is_async
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan
+from tidewheel.simulate.fleet_choice import make_scaling
 from tidewheel.simulate.outcomes import Figures, throughput
 from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrivals import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals

@@ -1,5 +1,9 @@
 """transformers `generate` behind Triton's own batcher: config.pbtxt says how it forms batches."""
 
-from tidewheel.adapter.baseline import TritonPythonModel
+import triton_python_backend_utils
 
-__all__ = ["TritonPythonModel"]
+from tidewheel.bench.transformers_baseline import TransformersBaseline
+
+
+class TritonPythonModel(TransformersBaseline):
+    triton = triton_python_backend_utils

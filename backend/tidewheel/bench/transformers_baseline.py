@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.logs import route_logging
 from tidewheel.adapter.responder import error_response
 from tidewheel.adapter.stub_process import Presence
 from tidewheel.adapter.tensors import scalar
-from tidewheel.baseline import Generator, Row, RowOutput
+from tidewheel.bench.batch_generator import Generator, Row, RowOutput
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError
 from tidewheel.frontend.coercion import to_text
@@ -24,7 +23,9 @@ from tidewheel.frontend.coercion import to_text
 SETTINGS = ("model", "dtype", "device", "num_threads")
 
 
-class TritonPythonModel:
+class TransformersBaseline:
+    triton: Any  # module triton_python_backend_utils
+
     def initialize(self, args: Mapping[str, str]) -> None:
         route_logging()
         if args["model_instance_kind"] == "GPU":
@@ -32,7 +33,7 @@ class TritonPythonModel:
         try:
             self._generator = Generator.load(_settings(args))
         except (ConfigError, TidewheelError) as error:
-            raise pb_utils.TritonModelException(str(error)) from None
+            raise self.triton.TritonModelException(str(error)) from None
         self._presence = Presence(args["model_name"])
 
     def finalize(self) -> None:
@@ -41,7 +42,7 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         items = [self._read(request) for request in requests]
         outputs = iter(self._generate([item for item in items if isinstance(item, Row)]))
-        return [_response(next(outputs) if isinstance(item, Row) else item) for item in items]
+        return [self._response(next(outputs) if isinstance(item, Row) else item) for item in items]
 
     def _read(self, request: Any) -> Row | TidewheelError:
         try:
@@ -77,8 +78,20 @@ class TritonPythonModel:
         try:
             return self._generator.generate(rows)
         except Exception:
-            pb_utils.Logger.log_error(f"a batch of {len(rows)} failed: {traceback.format_exc()}")
+            self.triton.Logger.log_error(f"a batch of {len(rows)} failed: {traceback.format_exc()}")
             return [InternalError("the batch of this request failed; the server's log says why")] * len(rows)
+
+    def _response(self, output: RowOutput | TidewheelError) -> Any:
+        if isinstance(output, TidewheelError):
+            return error_response(output)
+        tensors = {
+            "text_output": np.array([[output.text.encode()]], dtype=np.object_),
+            "finish_reason": np.array([[output.finish_reason.encode()]], dtype=np.object_),
+            "num_input_tokens": np.array([[output.num_input_tokens]], dtype=np.uint32),
+            "num_output_tokens": np.array([[len(output.token_ids)]], dtype=np.uint32),
+            "token_ids": np.array([output.token_ids], dtype=np.int32),
+        }
+        return self.triton.InferenceResponse([self.triton.Tensor(name, array) for name, array in tensors.items()])
 
 
 def _settings(args: Mapping[str, str]) -> EngineConfig:
@@ -89,16 +102,3 @@ def _settings(args: Mapping[str, str]) -> EngineConfig:
     if unknown:
         raise ConfigError(f"{unknown[0]} is no setting of a baseline: use {', '.join(SETTINGS)}")
     return EngineConfig.from_settings(settings, base_dir=Path(args["model_repository"]) / args["model_version"])
-
-
-def _response(output: RowOutput | TidewheelError) -> Any:
-    if isinstance(output, TidewheelError):
-        return error_response(output)
-    tensors = {
-        "text_output": np.array([[output.text.encode()]], dtype=np.object_),
-        "finish_reason": np.array([[output.finish_reason.encode()]], dtype=np.object_),
-        "num_input_tokens": np.array([[output.num_input_tokens]], dtype=np.uint32),
-        "num_output_tokens": np.array([[len(output.token_ids)]], dtype=np.uint32),
-        "token_ids": np.array([output.token_ids], dtype=np.int32),
-    }
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])

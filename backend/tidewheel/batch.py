@@ -74,6 +74,7 @@ class ScheduledBatch:
     block_ids: Int32Array = field(default_factory=no_ids)  # [m] and physical block
     transfers: TransferArrays = NO_TRANSFERS
     weights: WeightVariant = "full"
+    bucket: str = ""  # of requests without text
 
 
 class RowError(Exception):

@@ -53,8 +53,8 @@ class Device:
         self.engines.append(Engine(arbiter, service_class, step_s))
         return self.engines[-1]
 
-    def play(self, seconds: float, *engines: Engine) -> None:
-        """Let engines run steps without end; no two at once."""
+    def play(self, seconds: float, *engines: Engine, stops: bool = True) -> None:
+        """Let engines run steps without end, no two at once; at last they are idle, if it `stops`."""
         for engine in engines:
             engine.ready_at = self.now
         for _ in range(round(seconds / TICK_S)):
@@ -69,7 +69,7 @@ class Device:
                     engine.longest_wait_s = max(engine.longest_wait_s, self.now - engine.ready_at)
                     engine.used_s += engine.step_s
                     engine.ends_at = self.now + engine.step_s
-        for engine in engines:
+        for engine in engines if stops else ():
             engine.arbiter.give_back(ran=False)
             engine.arbiter.take(lambda: 0)
             engine.ends_at = None
@@ -141,6 +141,15 @@ def test_waiting_lifts_a_class(device: Device) -> None:
     low = device.join("l", LOW)
     device.play(4.0, first, second, low)
     assert low.used_s > 0.0 and low.longest_wait_s < 4 * device_arbiter.AGEING_S
+
+
+def test_two_critical_engines_leave_turns_to_a_third(device: Device) -> None:
+    text, images, low = device.join("t", CRITICAL, 0.012), device.join("i", CRITICAL, 0.02), device.join("l", LOW)
+    device.play(8.0, text, images, low, stops=False)
+    assert low.used_s > 0.0 and low.longest_wait_s <= 3 * device_arbiter.AGEING_S + 0.04
+    low.service_class, low.longest_wait_s, text.longest_wait_s = CRITICAL, 0.0, 0.0
+    device.play(8.0, text, images, low)  # what it did not use as LOW, it has not saved up
+    assert text.longest_wait_s < 8 * (device_arbiter.CREDIT_S + 0.05)
 
 
 def test_an_engine_without_requests_lets_others_run(device: Device) -> None:

@@ -325,3 +325,18 @@ def test_an_id_can_be_used_again_after_the_end() -> None:
         driver.add(request)
         driver.run()
         assert request.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("encoder_tokens", "entered"), [(5, [3, 1]), (8, [2, 2]), (9, [1, 1, 1, 1]), (40, [1, 1, 1, 1])]
+)
+def test_audios_that_a_step_encodes_are_within_its_budget_and_at_least_one(
+    encoder_tokens: int, entered: list[int]
+) -> None:
+    driver = SchedulerDriver(max_num_batched_tokens=16, enable_prefix_caching=False)
+    for name in "abcd":
+        driver.add(make_request(name, 1, max_tokens=8, encoder_tokens=encoder_tokens))
+    for count in entered:
+        batch = driver.schedule()
+        assert batch is not None and len(batch.new_rows) == count
+        driver.apply()

@@ -145,6 +145,17 @@ def test_calibration_measures_the_share_of_steps_with_quantised_weights() -> Non
     assert fit([one for one in steps if one.weights == "full"], name="x").quantized_share is None
 
 
+def test_calibration_measures_shapes_and_encoders() -> None:
+    truth = dataclasses.replace(H200_8B, seconds_per_encoder_token=3e-6, shapes={"8x8": (0.004, 0.001)})
+    pictures = [step(rows)._replace(shape="8x8") for rows in range(1, 60)]
+    sounds = [step(rows)._replace(encoder_tokens=1500 * (rows % 4)) for rows in range(1, 60)]
+    for features in (pictures, sounds):
+        found = fit([MeasuredStep(one, truth.step_seconds(one), None) for one in features], name="found")
+        for one in features:
+            assert found.step_seconds(one) == pytest.approx(truth.step_seconds(one))
+        assert list(found.shapes) == ["8x8"] * (features is pictures)
+
+
 def test_few_steps_do_not_calibrate() -> None:
     with pytest.raises(ConfigError, match="3 measured steps are too few"):
         fit([MeasuredStep(step(1), 0.1, None)] * 3, name="x")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.cli.main import main
+from tidewheel.simulate.cost_model import CostModel
 
 SMALL = [
     "--requests",
@@ -240,5 +241,42 @@ def test_requests_of_a_one_shot_model_share_steps_of_their_bucket(
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["finished"] == 12
     assert result["replicas"]["steps"] == 6  # 3 wide items, then 2 + 3 three times, 2, and 4 tall ones
+    (recording,) = record.iterdir()
+    assert main(["simulate", "--replay", str(recording)]) == 0
+
+
+def test_requests_of_many_steps_share_them_by_shape_and_take_its_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, cost = tmp_path / "steps.jsonl", tmp_path / "cost.json"
+    shapes = [("64x64", 70, 0.0), ("64x64", 50, 0.0), ("32x32", 30, 0.0), ("32x32", 10, 0.1)]
+    rows = [{"bucket": b, "prompt_tokens": 1, "output_tokens": steps, "arrival": at} for b, steps, at in shapes]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    CostModel(name="c", overhead_s=1.0, shapes={"64x64": (0.02, 0.01), "32x32": (0.008, 0.002)}).save(cost)
+    (record := tmp_path / "record").mkdir()
+    options = ["--trace", str(path), "--set", "adapter=diffusers", "--cost", str(cost), "--record", str(record)]
+    assert main(["simulate", *options, "--json", "-"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["finished"] == 4 and result["replicas"]["steps"] == 70 + 30
+    seconds = 50 * 0.04 + 20 * 0.03 + 10 * 0.012 + 20 * 0.01
+    assert result["replicas"]["busy_mean"] * result["replicas"]["hours"] * 3600 == pytest.approx(seconds)
+    (recording,) = record.iterdir()
+    assert main(["simulate", "--replay", str(recording)]) == 0
+
+
+def test_audio_is_encoded_within_the_budget_of_a_step_and_costs_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, cost = tmp_path / "speech.jsonl", tmp_path / "cost.json"
+    line = {"arrival": 0, "prompt_tokens": 4, "output_tokens": 2, "encoder_tokens": 1500}
+    path.write_text("\n".join([json.dumps(line)] * 4))
+    CostModel(name="c", overhead_s=0.01, seconds_per_encoder_token=1e-4).save(cost)
+    (record := tmp_path / "record").mkdir()
+    settings = ("--set", "max_num_batched_tokens=3200", "--set", "async_scheduling=false")
+    options = ["--trace", str(path), *settings, "--cost", str(cost), "--record", str(record)]
+    assert main(["simulate", *options, "--json", "-"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["replicas"]["steps"] == 4  # the first audio, two more, the last, and its last token
+    assert result["replicas"]["busy_mean"] * result["replicas"]["hours"] * 3600 == pytest.approx(0.64)
     (recording,) = record.iterdir()
     assert main(["simulate", "--replay", str(recording)]) == 0

@@ -39,7 +39,8 @@ WAKE_MS = 10  # longest sleep of a waiting engine
 STALE_S = 0.1  # after which a waiting engine that does not look is passed over
 RETURN_S = 0.001  # time that an engine between two steps has for the next
 OVERDUE_S = 1.0  # length of a step whose end others do not wait for
-AGEING_S = 0.5  # wait that lifts an engine by a class, up to HIGH
+AGEING_S = 0.5  # wait that lifts an engine by a class
+CREDIT_S = 0.2  # most that an engine saves up by using less than others, in seconds of LOW
 RECENT_S = 1.0  # how long an engine's class cuts the prompts of others
 
 _ROW = np.dtype(
@@ -189,7 +190,9 @@ class DeviceArbiter(UnsharedDevice):
             return bool(now - self._header["granted_at"][0] > OVERDUE_S)
         self._holds, self._began, self._header["granted_at"] = True, now, now
         self.waited_s += float(now - self._rows["since"][self._row])
-        self._header["used_s"] = max(self._header["used_s"][0], self._rows["used_s"][self._row])
+        mine, last = self._rows[self._row], self._header["used_s"][0]
+        mine["used_s"] = max(mine["used_s"], last - CREDIT_S)
+        self._header["used_s"] = max(last, mine["used_s"])
         return True
 
     def _charge(self, now: float) -> None:
@@ -217,7 +220,7 @@ class DeviceArbiter(UnsharedDevice):
         _, _, _, _, waits, since, seen, _, used_s = self._rows.item(row)
         if not waits or seen < now - STALE_S:
             return _LAST
-        return max(waits - (now - since) // AGEING_S, min(waits, Priority.HIGH)), used_s, row
+        return max(waits - (now - since) // AGEING_S, Priority.CRITICAL), used_s, row
 
     def _wake_next(self, now: float) -> None:
         if (row := self._next(now)) is not None:

@@ -21,7 +21,7 @@ from tidewheel.runner.info import RunnerInfo
 
 log = logging.getLogger(__name__)
 
-_BLOCKS_PER_ROW = 4
+BLOCKS_PER_ROW = 4
 State = Any  # of one request, made by `prepare`
 
 
@@ -79,7 +79,7 @@ class IterativeRunner:
         self.info = RunnerInfo(
             model=config.model, architecture=config.adapter, device=model.device, dtype="", vocab_size=1,
             max_model_len=num_slots, max_num_seqs=num_rows, max_num_batched_tokens=num_rows, block_size=num_slots,
-            num_blocks=_BLOCKS_PER_ROW * num_rows, weights_bytes=model.weights_bytes, load_seconds=load_seconds,
+            num_blocks=BLOCKS_PER_ROW * num_rows, weights_bytes=model.weights_bytes, load_seconds=load_seconds,
             signature=model.signature, offer=model.offer,
         )  # fmt: skip
 

@@ -24,6 +24,8 @@ class StepFeatures(NamedTuple):
     num_new_rows: int
     kv_tokens: int  # cached tokens that attention reads
     chunk_pairs: int  # (query, key) pairs of chunks over one token
+    encoder_tokens: int = 0  # of requests that enter with audio
+    shape: str = ""  # bucket of requests without text
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -53,6 +55,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     session_id: str
     session_ttl: float
     bucket: str = ""
+    encoder_tokens: int = 0
 
 
 class AddEvent(Event, frozen=True, tag="add"):
@@ -135,7 +138,9 @@ def step_features(batch: ScheduledBatch) -> StepFeatures:
         starts = batch.start_positions[num_decodes:].tolist()
         counts = batch.num_scheduled_tokens[num_decodes:].tolist()
         chunk_pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
-    return StepFeatures(num_rows, batch.num_tokens, num_samples, len(batch.new_rows), kv_tokens, chunk_pairs)
+    encoded = sum([new.request.encoder_tokens for new in batch.new_rows])
+    counts_of_rows = num_rows, batch.num_tokens, num_samples, len(batch.new_rows)
+    return StepFeatures(*counts_of_rows, kv_tokens, chunk_pairs, encoded, batch.bucket)
 
 
 encoder = msgspec.json.Encoder()

@@ -208,6 +208,7 @@ class RecordingScheduler(Scheduler):
             session_id=names.word(request.session_id),
             session_ttl=request.session_ttl,
             bucket=request.bucket,
+            encoder_tokens=request.encoder_tokens,
         )
 
     def _token_names(self, requests: list[Request], sampled: SampledTokens, delivered: set[Request]) -> bytes:

@@ -153,6 +153,7 @@ class StepPlan:
             block_indices=_ids(self._block_indices),
             block_ids=_ids(self._block_ids),
             transfers=transfers,
+            bucket=self.bucket or "",
         )
 
 

@@ -22,6 +22,7 @@ MIN_STEPS = 50
 KNOTS = tuple(2**exponent for exponent in range(1, 16))
 _LINEAR = (
     "seconds_per_kv_byte", "seconds_per_chunk_pair", "seconds_per_row", "seconds_per_sample", "seconds_per_new_row",
+    "seconds_per_encoder_token",
 )  # fmt: skip
 MIN_STEPS_PER_SEGMENT = 20  # fewer give a noisy slope
 
@@ -85,15 +86,16 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
     steps = [step for step in steps if step.weights == "full"]
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"{len(steps)} measured steps are too few to calibrate a cost model: at least {MIN_STEPS}")
-    features = np.array([step.features for step in steps], dtype=np.float64)
+    features = np.array([step.features[:-1] for step in steps], dtype=np.float64)
     seconds = np.array([step.seconds for step in steps])
-    rows, tokens, samples, new_rows, kv_tokens, pairs = features.T
+    rows, tokens, samples, new_rows, kv_tokens, pairs, encoded = features.T
     knots = choose_knots(tokens)
     terms = [np.ones_like(tokens), *_segments(tokens, knots), kv_tokens * kv_bytes_per_token]
-    terms += [pairs, rows, samples, new_rows]
+    terms += [pairs, rows, samples, new_rows, encoded]
     design = np.stack(terms, axis=1)
     values = nonnegative_least_squares(design, seconds)
-    overhead_s, *slopes = values[:-5].tolist()
+    num_linear = len(_LINEAR)
+    overhead_s, *slopes = values[:-num_linear].tolist()
     turn_overhead_s, turn_per_row = _fit_turn(steps).tolist()
     model = CostModel(
         name=name,
@@ -101,13 +103,15 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
         overhead_s=overhead_s,
         knots=knots,
         seconds_per_token=tuple(slopes),
-        **dict(zip(_LINEAR, values[-5:].tolist(), strict=True)),
+        **dict(zip(_LINEAR, values[-num_linear:].tolist(), strict=True)),
+        shapes=_fit_shapes(steps),
         turn_overhead_s=turn_overhead_s,
         turn_seconds_per_row=turn_per_row,
-        fit=_quality(seconds, design @ values),
         **facts,
     )
-    return dataclasses.replace(model, quantized_share=_quantized_share(quantized, model))
+    predicted = np.array([model.step_seconds(step.features) for step in steps])
+    share = _quantized_share(quantized, model)
+    return dataclasses.replace(model, fit=_quality(seconds, predicted), quantized_share=share)
 
 
 def _quantized_share(steps: Sequence[MeasuredStep], model: CostModel) -> float | None:
@@ -133,10 +137,20 @@ def _segments(tokens: FloatArray, knots: tuple[int, ...]) -> list[FloatArray]:
 
 def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
     busy = [(step.features.num_rows, step.turn_seconds) for step in steps if step.turn_seconds is not None]
-    if not busy:
-        return np.zeros(2)
-    rows, seconds = np.array(busy, dtype=np.float64).T
-    return nonnegative_least_squares(np.stack((np.ones_like(rows), rows), axis=1), seconds)
+    return _fit_line(busy) if busy else np.zeros(2)
+
+
+def _fit_shapes(steps: Sequence[MeasuredStep]) -> dict[str, tuple[float, float]]:
+    names = sorted({step.features.shape for step in steps} - {""})
+    mine = {name: [step for step in steps if step.features.shape == name] for name in names}
+    lines = {name: _fit_line([(one.features.num_tokens, one.seconds) for one in some]) for name, some in mine.items()}
+    return {name: (float(overhead), float(slope)) for name, (overhead, slope) in lines.items()}
+
+
+def _fit_line(points: Sequence[tuple[int, float]]) -> FloatArray:
+    """Return overhead and slope."""
+    counts, seconds = np.array(points, dtype=np.float64).T
+    return nonnegative_least_squares(np.stack((np.ones_like(counts), counts), axis=1), seconds)
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:

@@ -1,9 +1,11 @@
 """Time of a step from its contents.
 
     seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
+                  + encoder_tokens · f
 
 *overhead* includes reading the weights; *gemm*, the products' time beyond that, is piecewise linear and never falls
-(roofline: Williams, Waterman, Patterson, CACM 2009).
+(roofline: Williams, Waterman, Patterson, CACM 2009). A step without text, of a shape that was measured, takes
+overhead + tokens · g of its shape.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class CostModel:
     seconds_per_row: float = 0.0
     seconds_per_sample: float = 0.0
     seconds_per_new_row: float = 0.0
+    seconds_per_encoder_token: float = 0.0
+    shapes: dict[str, tuple[float, float]] = field(default_factory=dict)  # overhead and seconds per token, by bucket
     quantized_share: float | None = None  # of overhead and gemm, with quantised weights; None: not measured
     turn_overhead_s: float = 0.0
     turn_seconds_per_row: float = 0.0
@@ -55,7 +59,7 @@ class CostModel:
 
     def _faults(self) -> Iterator[str]:
         for name in self.__dataclass_fields__:
-            value = getattr(self, name)
+            value = sum(self.shapes.values(), ()) if name == "shapes" else getattr(self, name)
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, int | float) and not (math.isfinite(number) and number >= 0):
                     yield f"{name} has {number!r}: it must be 0 or more"
@@ -119,6 +123,9 @@ class CostModel:
         return self.overhead_s + self.gemm_seconds(step.num_tokens)
 
     def step_seconds(self, step: StepFeatures, weights: WeightVariant = "full") -> float:
+        if step.shape in self.shapes:
+            overhead_s, token_s = self.shapes[step.shape]
+            return overhead_s + token_s * step.num_tokens
         return (
             self.weight_seconds(step) * (self.quantized_share or 1.0 if weights == "quantized" else 1.0)
             + self.seconds_per_kv_byte * self.kv_bytes_per_token * step.kv_tokens
@@ -126,6 +133,7 @@ class CostModel:
             + self.seconds_per_row * step.num_rows
             + self.seconds_per_sample * step.num_samples
             + self.seconds_per_new_row * step.num_new_rows
+            + self.seconds_per_encoder_token * step.encoder_tokens
         )
 
     def turn_seconds(self, num_rows: int) -> float:

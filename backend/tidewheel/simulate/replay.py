@@ -206,6 +206,7 @@ def to_request(recorded: record.RecordedRequest) -> Request:
         session_id=recorded.session_id,
         session_ttl=recorded.session_ttl,
         bucket=recorded.bucket,
+        encoder_tokens=recorded.encoder_tokens,
     )
 
 

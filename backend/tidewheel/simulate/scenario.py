@@ -14,6 +14,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.one_shot.adapters import with_kind
+from tidewheel.one_shot.iterative import BLOCKS_PER_ROW
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan
@@ -144,14 +145,19 @@ class Scenario:
         self, config: EngineConfig, trace: Trace, num_replicas: int, *, is_scaled: bool = True
     ) -> Simulator:
         cost = self.cost.with_cache(config.kv_cache_dtype)
-        if config.kind == "one_shot":
-            trace = trace.one_shot()
+        if config.kind != "text":
+            trace = trace.without_text(config.kind)
         if config.pressure_quantization != "none" and (self.is_coarse or cost.quantized_share is None):
             raise ConfigError(
                 f"pressure_quantization is {config.pressure_quantization}: simulate it without --coarse, and with a "
                 "quantized_share in the cost model, from --calibrate of a recording that has quantised steps"
             )
-        info = simulated_info(config, cost, max_model_len=max(trace.max_num_tokens, 2))
+        max_model_len = max(trace.max_num_tokens, 2)
+        if config.kind == "iterative":  # a row has one block
+            cost = dataclasses.replace(
+                cost, block_size=max_model_len, num_blocks=BLOCKS_PER_ROW * config.max_num_seqs
+            )
+        info = simulated_info(config, cost, max_model_len=max_model_len)
         limits = CoarseLimits(info.max_num_seqs, info.max_num_batched_tokens, info.num_blocks * info.block_size)
         plan = self._plan() if is_scaled else None
         return simulator_of(

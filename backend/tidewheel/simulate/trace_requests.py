@@ -37,6 +37,8 @@ class TraceRequests:
         return min(int(self.trace.output_tokens[index]), self.max_tokens(index))
 
     def max_tokens(self, index: int) -> int:
+        if self.trace.bucket(index):  # the number of steps is known
+            return int(self.trace.output_tokens[index])
         return min(self._max_tokens, max(self._max_model_len - int(self.trace.prompt_tokens[index]), 1))
 
     def route(self, index: int) -> RouteRequest:
@@ -70,4 +72,5 @@ class TraceRequests:
             session_id=trace.session(index),
             session_ttl=self._session_ttl_s,
             bucket=trace.bucket(index),
+            encoder_tokens=int(trace.encoder_tokens[index]),
         )

@@ -9,7 +9,8 @@
     prefix_group     a name; its requests share their first prefix_tokens tokens
     prefix_tokens    needs prefix_group
     deadline_s       seconds from arrival; absent: never
-    bucket           shapes of a one-shot request, whose prompt_tokens are items: equal names may share a batch
+    encoder_tokens   computed of a request's audio as it enters
+    bucket           shapes of a request without text: equal names may share a batch
 
 CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub), with dates, and of BurstGPT
 (Wang and others, arXiv 2401.17644), with seconds and without failed rows, are read too.
@@ -50,6 +51,7 @@ class _TraceRow(msgspec.Struct):
     prefix_group: _Name = ""
     prefix_tokens: _Tokens = 0
     deadline_s: _Seconds = math.inf
+    encoder_tokens: _Tokens = 0
     bucket: _Name = ""
 
 
@@ -129,6 +131,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
         "prefix_groups": [_index(groups, request.prefix_group) for request in requests],
         "prefix_tokens": [request.prefix_tokens for request in requests],
         "deadlines": [request.deadline_s for request in requests],
+        "encoder_tokens": [request.encoder_tokens for request in requests],
         "buckets": [_index(buckets, request.bucket) for request in requests],
     }
     order = np.argsort(arrivals, kind="stable")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import Int32Array
+from tidewheel.config import Kind
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 from tidewheel.workload.arrivals import FloatArray
@@ -33,7 +34,8 @@ class Trace:
     prefix_names: tuple[str, ...] = ()
     prefix_tokens: Int32Array
     deadlines: FloatArray  # seconds after arrival; inf: none
-    buckets: Int32Array  # of one-shot requests
+    encoder_tokens: Int32Array  # of requests with audio
+    buckets: Int32Array  # of requests without text
     bucket_names: tuple[str, ...] = ("",)
 
     @classmethod
@@ -75,10 +77,11 @@ class Trace:
             raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
 
-    def one_shot(self) -> Trace:
-        """Return the requests as those of a one-shot model: prompts are items, and each has a bucket."""
-        names = tuple(name or "-" for name in self.bucket_names)
-        return dataclasses.replace(self, output_tokens=np.ones_like(self.output_tokens), bucket_names=names)
+    def without_text(self, kind: Kind) -> Trace:
+        """Return the requests as those of a one-shot model, whose prompts are items, or with outputs as steps."""
+        ones, names = np.ones_like(self.output_tokens), tuple(name or "-" for name in self.bucket_names)
+        changes: dict[str, Any] = {"output_tokens" if kind == "one_shot" else "prompt_tokens": ones}
+        return dataclasses.replace(self, bucket_names=names, **changes)
 
     def at_once(self, count: int) -> Trace:
         index = np.arange(count) % len(self)
@@ -90,7 +93,7 @@ class Trace:
 
 _DEFAULTS = {
     "priorities": Priority.NORMAL, "tenants": 0, "sessions": NOBODY, "prefix_groups": NOBODY, "prefix_tokens": 0,
-    "deadlines": math.inf, "buckets": 0,
+    "deadlines": math.inf, "encoder_tokens": 0, "buckets": 0,
 }  # fmt: skip
 
 

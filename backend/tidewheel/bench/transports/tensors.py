@@ -27,6 +27,8 @@ def tensor_request(model: OneShotModel, config: Any) -> pb.ModelInferRequest:
     rng = np.random.default_rng(SEED)
     for tensor in config.input:
         array = model.inputs.get(tensor.name)
+        if array is None and tensor.optional:
+            continue
         if array is None:
             array = _random(model.served_name, tensor, rng, has_batch=config.max_batch_size > 0)
         dtype = dtype_name(array)

@@ -85,7 +85,9 @@ def test_tensors_that_are_not_given_are_random_numbers() -> None:
     config.input.add(name="x", data_type=model_config_pb2.TYPE_FP16, dims=[3, -1])
     request = tensor_request(OneShotModel("m", {}), config)
     assert list(request.inputs[0].shape) == [1, 3, 1] and len(request.raw_input_contents[0]) == 6
-    config.input.add(name="words", data_type=model_config_pb2.TYPE_STRING, dims=[1])
+    config.input.add(name="words", data_type=model_config_pb2.TYPE_STRING, dims=[1], optional=True)
+    assert [tensor.name for tensor in tensor_request(OneShotModel("m", {}), config).inputs] == ["x"]
+    config.input[1].optional = False
     with pytest.raises(BenchError, match="words"):
         tensor_request(OneShotModel("m", {}), config)
 

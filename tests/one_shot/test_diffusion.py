@@ -152,6 +152,12 @@ def test_labels_and_guidance_away_from_the_label_for_none(tmp_path: Path) -> Non
     for label in (-1, 3):
         with pytest.raises(InvalidRequest, match="labels are 0 to 2"):
             begin(model, 1, 6, label=label)
+    first = load(tmp_path, null_label=0)
+    begin(first, 1, 6, label=3)
+    with pytest.raises(InvalidRequest, match="labels are 1 to 3"):
+        begin(first, 1, 6, label=0)
+    with pytest.raises(ConfigError, match="null_label is 4: the model has 4 labels, from 0 on"):
+        load(tmp_path, null_label=4)
 
 
 def test_a_preview_is_the_guess_at_the_picture_and_does_not_change_it(ddpm: Path) -> None:
@@ -178,7 +184,12 @@ def test_what_is_not_served_is_refused_in_one_line(ddpm: Path, tmp_path: Path) -
         return str(refused.value)
 
     assert "has no model_index.json" in refusal(tmp_path)
-    assert "multiples of 1" in refusal(ddpm, sizes=["8"])
+    for size in ("8", "0x0", "9x8", "10000x8", "8x9999999999999999999"):
+        assert f"sizes has '{size}': give height x width, multiples of 2 up to 9999" in refusal(ddpm, sizes=[size])
+    assert "default_steps is 51: at most 50 are allowed (max_steps)" in refusal(ddpm, default_steps=51, max_steps=50)
+    assert "max_steps" in refusal(ddpm, max_steps=0) and "default_steps" in refusal(ddpm, default_steps=0)
+    assert "default_guidance" in refusal(ddpm, default_guidance=-1)
+    assert "null_label is 0: the model has 0 labels" in refusal(ddpm, null_label=0)
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     assert "FluxPipeline: served are DDPMPipeline" in refusal(tmp_path)
     pickled = tmp_path / "pickled"
@@ -188,3 +199,9 @@ def test_what_is_not_served_is_refused_in_one_line(ddpm: Path, tmp_path: Path) -
     diffusers.DDPMPipeline.from_pretrained(ddpm).save_pretrained(scheduler)
     (scheduler / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "os"}')
     assert "names the scheduler os" in refusal(scheduler)
+    (scheduler / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "KarrasVeScheduler"}')
+    assert "cannot be loaded by diffusers" in refusal(scheduler)
+    (scheduler / "unet" / "config.json").unlink()
+    assert "unet has no config.json" in refusal(scheduler)
+    (scheduler / "model_index.json").write_text("[]")
+    assert "holds a list" in refusal(scheduler)

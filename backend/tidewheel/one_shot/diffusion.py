@@ -1,4 +1,4 @@
-"""Diffusion pipelines of a folder of diffusers: safetensors alone, and no code of the folder runs."""
+"""Diffusion pipelines from folders of diffusers: only safetensors are loaded, and no code of a folder runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import diffusers
 import msgspec
@@ -26,37 +26,40 @@ from tidewheel.regular_files import read_object
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _PIPELINES = ("DDPMPipeline", "DDIMPipeline", "StableDiffusionPipeline")
 _MAX_PROMPT_CHARS = 4096  # more are cut; the tokenizer keeps 77 tokens
+_TRIAL_STEPS = 2
+_DEFAULT_STEPS = 50
+_Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class DiffusersOptions(msgspec.Struct, forbid_unknown_fields=True):
     sizes: list[str] = []  # such as "512x512", height first; none: the model's own
-    max_steps: int = 1000
-    default_steps: int = 50
-    default_guidance: float = 7.5  # of pipelines that know guidance
-    null_label: int | None = None  # label that the model was trained to take for none, for guidance
+    max_steps: _Count = 1000
+    default_steps: _Count | None = None  # none: `_DEFAULT_STEPS`, or `max_steps` if that is less
+    default_guidance: Annotated[float, msgspec.Meta(ge=0, le=100)] = 7.5  # of pipelines with guidance
+    null_label: int | None = None  # label that means no label, for guidance
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
 class Denoising:
-    """State of one picture: its noisy sample, and a scheduler of diffusers of its own."""
+    """State of one picture: its noisy sample, and its own scheduler of diffusers."""
 
     def __init__(self, scheduler: Any, steps: int, sample: torch.Tensor, generator: torch.Generator) -> None:
         scheduler.set_timesteps(steps)
         names = inspect.signature(scheduler.step).parameters
         self.scheduler = scheduler
-        self.more = {"generator": generator} if "generator" in names else {}
+        self._step_arguments = {"generator": generator} if "generator" in names else {}
         self.sample = sample * getattr(scheduler, "init_noise_sigma", 1.0)  # [1, channels, height, width]
-        self.best = self.sample  # guess at the picture
+        self.estimate = self.sample  # of the finished picture
         self.num_done = 0
         self.guidance = 0.0
-        self.conditions: list[torch.Tensor] = []  # with guidance two: of the request, and of none
+        self.conditions: list[torch.Tensor] = []  # the request's; with guidance also the empty one
 
     def next_sample(self, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sample after a step, and the guess at the picture."""
+        """Return the sample after a step, and an estimate of the finished picture."""
         timestep = self.scheduler.timesteps[self.num_done]
-        found = self.scheduler.step(noise, timestep, self.sample, **self.more)
-        guess = found.get("pred_original_sample")
-        return found.prev_sample, found.prev_sample if guess is None else guess
+        found = self.scheduler.step(noise, timestep, self.sample, **self._step_arguments)
+        estimate = found.get("pred_original_sample")
+        return found.prev_sample, found.prev_sample if estimate is None else estimate
 
 
 class Pipeline:
@@ -69,56 +72,62 @@ class Pipeline:
         unet_class = diffusers.UNet2DConditionModel if kind == "StableDiffusionPipeline" else diffusers.UNet2DModel
         self._unet: Any = self._load(unet_class, folder / "unet")
         self._make_scheduler = _scheduler_maker(folder / "scheduler", is_ddim=kind == "DDIMPipeline")
-        self._num_labels = self._unet.config.get("num_class_embeds") or 0
-        self._scale, channels, inputs, has_guidance = self._describe()
+        labels = range(self._unet.config.get("num_class_embeds") or 0)
+        if options.null_label is not None and options.null_label not in labels:
+            raise ConfigError(f"null_label is {options.null_label}: the model has {len(labels)} labels, from 0 on")
+        self._labels = [label for label in labels if label != options.null_label]
+        self._scale, channels, inputs, has_guidance = self._picture_format()
         max_steps = min(options.max_steps, self._make_scheduler().config.num_train_timesteps)
+        default_steps = options.default_steps or min(_DEFAULT_STEPS, max_steps)
+        if default_steps > max_steps:
+            raise ConfigError(f"default_steps is {default_steps}: at most {max_steps} are allowed (max_steps)")
         self.device = f"{device} ({torch.get_num_threads()} threads)"
         self.weights_bytes = self._unet.get_memory_footprint()
         own = self._unet.config.sample_size
         sides = (own, own) if isinstance(own, int) else own
         sizes = tuple(options.sizes) or ("x".join(str(side * self._scale) for side in sides),)
         guidance = options.default_guidance if has_guidance else 0.0
-        self.offer = StepOffer(sizes, max_steps, min(options.default_steps, max_steps), guidance)
-        for size in sizes:
-            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size) or any(
-                int(side) % self._scale for side in size.split("x")
-            ):
-                raise ConfigError(f"sizes has {size!r}: give height x width, multiples of {self._scale}, as 512x512")
+        self.offer = StepOffer(sizes, max_steps, default_steps, guidance)
+        can_pad = unet_class is diffusers.UNet2DConditionModel
+        _check_sizes(sizes, self._scale if can_pad else 2 ** (len(self._unet.config.block_out_channels) - 1))
         image = TensorSpec("image", "UINT8", ("height", "width", channels))
         self.signature = Signature(
             inputs, (image, TensorSpec("step", "INT32", (1,)), TensorSpec("png", "BYTES", (1,)))
         )
 
-    def _describe(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
-        """Return a side's pixels for each number of the sample, channels, inputs, and whether there is guidance."""
-        inputs = (TensorSpec("label", "INT32", (1,)),) if self._num_labels else ()
+    def _picture_format(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
+        """Return the pixels of a sample's side / its length, channels, inputs, and whether there is guidance."""
+        inputs = (TensorSpec("label", "INT32", (1,)),) if self._labels else ()
         return 1, int(self._unet.config.out_channels), inputs, self._options.null_label is not None
 
     def _load(self, kind: Any, folder: Path) -> Any:
+        if not read_object(folder / "config.json"):  # diffusers would ask the Hub
+            raise ConfigError(f"{folder} has no config.json: the model's folder is not whole")
         is_text = kind is CLIPTextModel
-        more = {"dtype": self._dtype} if is_text else {"torch_dtype": self._dtype, "low_cpu_mem_usage": False}
-        model = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True, **more)
+        dtype = {"dtype": self._dtype} if is_text else {"torch_dtype": self._dtype, "low_cpu_mem_usage": False}
+        model = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True, **dtype)
         return model.to(self._torch_device).eval()
 
     @torch.inference_mode()
     def prepare(self, inputs: Arrays, seed: int, options: StepOptions) -> Denoising:
-        generator = torch.Generator().manual_seed(seed % (1 << 63))
+        generator = torch.Generator().manual_seed(seed)
         height, width = (int(side) // self._scale for side in options.size.split("x"))
         shape = (1, self._unet.config.in_channels, height, width)
         sample = randn_tensor(shape, generator, self._torch_device, self._dtype)
         state = Denoising(self._make_scheduler(), options.steps or 1, sample, generator)
         state.guidance = options.guidance_scale or 0.0
-        state.conditions = self._conditions(inputs, with_none=state.guidance > 1.0)
+        state.conditions = self._conditions(inputs, has_guidance=state.guidance > 1.0)
         return state
 
-    def _conditions(self, inputs: Arrays, *, with_none: bool) -> list[torch.Tensor]:
-        if not self._num_labels:
+    def _conditions(self, inputs: Arrays, *, has_guidance: bool) -> list[torch.Tensor]:
+        if not self._labels:
             return []
-        label, limit = int(inputs["label"][0]), self._num_labels - (self._options.null_label is not None)
-        if not 0 <= label < limit:
-            raise InvalidRequest(f"label is {label}: the model's labels are 0 to {limit - 1}")
-        labels = [label, self._options.null_label] if with_none else [label]
-        return [torch.tensor([each], device=self._torch_device) for each in labels]
+        label = int(inputs["label"][0])
+        if label not in self._labels:
+            known = f"{self._labels[0]} to {self._labels[-1]} (null_label: {self._options.null_label})"
+            raise InvalidRequest(f"label is {label}: the model's labels are {known}")
+        labels = [label, self._options.null_label] if has_guidance else [label]
+        return [torch.tensor([label], device=self._torch_device) for label in labels]
 
     def _noise(self, samples: torch.Tensor, timesteps: torch.Tensor, conditions: list[torch.Tensor]) -> torch.Tensor:
         labels = torch.cat(conditions) if conditions else None
@@ -126,7 +135,7 @@ class Pipeline:
 
     @torch.inference_mode()
     def step(self, states: Sequence[Denoising]) -> list[bool]:
-        """Run the network once: for rows with guidance, on two samples."""
+        """Run the network once; a row with guidance has two samples in its batch."""
         samples, timesteps, counts = [], [], []
         for state in states:
             timestep = state.scheduler.timesteps[state.num_done]
@@ -134,20 +143,21 @@ class Pipeline:
             samples += [state.scheduler.scale_model_input(state.sample, timestep)] * count
             timesteps += [timestep.reshape(1)] * count
             counts.append(count)
-        conditions = [each for state in states for each in state.conditions]
+        conditions = [condition for state in states for condition in state.conditions]
         noise = self._noise(torch.cat(samples), torch.cat(timesteps).to(self._torch_device), conditions)
         parts: Any = noise.split(counts)  # type: ignore[no-untyped-call]
         guided = [_guided(part, state.guidance) for part, state in zip(parts, states, strict=True)]
-        found = [state.next_sample(each) for each, state in zip(guided, states, strict=True)]
-        for state, (sample, guess) in zip(states, found, strict=True):
-            state.sample, state.best = sample, guess
+        found = [state.next_sample(noise) for noise, state in zip(guided, states, strict=True)]
+        for state, (sample, estimate) in zip(states, found, strict=True):
+            state.sample, state.estimate = sample, estimate
             state.num_done += 1
         return [bool(torch.isfinite(state.sample).all()) for state in states]
 
     @torch.inference_mode()
     def decode(self, states: Sequence[Denoising]) -> list[Arrays]:
-        ended = [state.num_done == len(state.scheduler.timesteps) for state in states]
-        samples = [state.sample if end else state.best for state, end in zip(states, ended, strict=True)]
+        samples = [
+            state.sample if state.num_done == len(state.scheduler.timesteps) else state.estimate for state in states
+        ]
         pixels = (self._pixels(torch.cat(samples)).float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
         return [{"image": image} for image in (pixels * 255).round().astype(np.uint8)]
 
@@ -156,7 +166,7 @@ class Pipeline:
 
 
 class StableDiffusion(Pipeline):
-    """Pipeline with a text encoder, and latents that a decoder makes into pixels."""
+    """Pipeline with a text encoder, whose samples are latents that a VAE decodes to pixels."""
 
     def __init__(self, folder: Path, kind: str, config: EngineConfig, options: DiffusersOptions) -> None:
         self._torch_device, self._dtype = take_device(config), getattr(torch, options.dtype)
@@ -166,14 +176,14 @@ class StableDiffusion(Pipeline):
         super().__init__(folder, kind, config, options)
         self.weights_bytes += self._vae.get_memory_footprint() + self._text_encoder.get_memory_footprint()
 
-    def _describe(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
+    def _picture_format(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
         config = self._vae.config
         scale = 2 ** (len(config.block_out_channels) - 1)
         return scale, int(config.out_channels), (TensorSpec("prompt", "BYTES", (1,)),), True
 
-    def _conditions(self, inputs: Arrays, *, with_none: bool) -> list[torch.Tensor]:
+    def _conditions(self, inputs: Arrays, *, has_guidance: bool) -> list[torch.Tensor]:
         prompt = inputs["prompt"][0].decode("utf-8", "replace")[:_MAX_PROMPT_CHARS]
-        return [self._encoded(text) for text in ((prompt, "") if with_none else (prompt,))]
+        return [self._encoded(text) for text in ((prompt, "") if has_guidance else (prompt,))]
 
     def _encoded(self, text: str) -> torch.Tensor:
         tokenizer = self._tokenizer
@@ -197,7 +207,7 @@ def load(folder: Path, config: EngineConfig) -> Pipeline:
         raise ConfigError(f"{folder} is no folder of diffusers: it has no model_index.json")
     kind = str(read_object(index).get("_class_name"))
     if kind not in _PIPELINES:
-        raise ConfigError(f"{folder} holds a {kind}: served are {', '.join(_PIPELINES)}")
+        raise ConfigError(f"{index} has the _class_name {kind}: served are {', '.join(_PIPELINES)}")
     for part in ("unet", "vae", "text_encoder"):
         files = sorted((folder / part).glob("*"))
         pickled = [file.name for file in files if file.suffix in _PICKLED]
@@ -207,6 +217,13 @@ def load(folder: Path, config: EngineConfig) -> Pipeline:
     return (StableDiffusion if kind == "StableDiffusionPipeline" else Pipeline)(folder, kind, config, options)
 
 
+def _check_sizes(sizes: Sequence[str], unit: int) -> None:
+    for size in sizes:
+        is_size = re.fullmatch(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", size)
+        if not is_size or any(int(side) % unit for side in size.split("x")):
+            raise ConfigError(f"sizes has {size!r}: give height x width, multiples of {unit} up to 9999, as 512x512")
+
+
 def _scheduler_maker(folder: Path, *, is_ddim: bool) -> Callable[[], Any]:
     settings = read_object(folder / "scheduler_config.json")
     name = str(settings.get("_class_name"))
@@ -214,16 +231,18 @@ def _scheduler_maker(folder: Path, *, is_ddim: bool) -> Callable[[], Any]:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise ConfigError(f"{folder} names the scheduler {name}, which diffusers {diffusers.__version__} has not")
     kind = diffusers.DDIMScheduler if is_ddim else kind  # as that pipeline does
-    scheduler = kind.from_config(settings)
-    scheduler.set_timesteps(10)
-    if (count := len(scheduler.timesteps)) != 10:
-        raise ConfigError(f"{folder}: {name} runs the network {count} times in 10 steps: name DDIMScheduler, say")
+    zeros = torch.zeros(1, 1, 1, 1)
+    trial = Denoising(kind.from_config(settings), _TRIAL_STEPS, zeros, torch.Generator())
+    if (count := len(trial.scheduler.timesteps)) != _TRIAL_STEPS:
+        wrong = f"{name} runs the network {count} times in {_TRIAL_STEPS} steps"
+        raise ConfigError(f"{folder}: {wrong}: name DDIMScheduler, say")
+    trial.next_sample(zeros)
     return lambda: kind.from_config(settings)
 
 
 def _guided(noise: torch.Tensor, guidance: float) -> torch.Tensor:
-    """Return the noise of one picture [1, …]: of its condition, or moved away from that of none."""
+    """Return a picture's noise [1, …]; of two, for the request and unconditional, by classifier-free guidance."""
     if len(noise) == 1:
         return noise
-    given, none = noise[:1], noise[1:]
-    return none + guidance * (given - none)
+    conditional, unconditional = noise[:1], noise[1:]
+    return unconditional + guidance * (conditional - unconditional)

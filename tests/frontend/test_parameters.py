@@ -116,7 +116,7 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"logprobs": -1}, ["logprobs", "-1", "0 to"]),
         ({"priority": 5}, ["priority", "5", "4"]),
         ({"seed": -2}, ["seed is -2"]),
-        ({"seed": 2.0**63 + 2048}, ["seed arrived as the float 9.22337e+18", "sampling_parameters"]),
+        ({"seed": 2.0**63 + 2048}, ["seed arrived as the float 9.22337e+18", "send it as text"]),
         ({"cache_salt": 3}, ["cache_salt", "3", "text"]),
         ({"cache_salt": "x" * 300}, ["cache_salt", "300", "256"]),
         ({"temprature": 1}, ["temprature", "temperature"]),

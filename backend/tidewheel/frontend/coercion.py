@@ -75,8 +75,7 @@ def to_int(name: str, value: object) -> int:
     exact = _in_range(name, int(number))
     if isinstance(number, float) and abs(number) > _EXACT_LIMIT:
         raise InvalidRequest(
-            f"{name} arrived as the float {number:g}, which is exact only up to {_EXACT_LIMIT}: send it in "
-            "sampling_parameters or as a tensor"
+            f"{name} arrived as the float {number:g}, which is exact only up to {_EXACT_LIMIT}: send it as text"
         )
     return exact
 

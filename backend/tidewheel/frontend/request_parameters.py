@@ -92,13 +92,13 @@ def _to_grammar(name: str, value: object) -> Grammar:
     return value
 
 
-_BY_KIND: Mapping[str, Coercion] = {
+COERCIONS_BY_KIND: Mapping[str, Coercion] = {
     "integer": coercion.to_int, "number": coercion.to_float, "true or false": coercion.to_bool,
     "text": coercion.to_text, "list of texts": coercion.to_texts, "list of token ids": coercion.to_ints,
     "object of token id to number": coercion.to_bias, "grammar": _to_grammar,
     "priority": lambda name, value: to_priority(name, coercion.to_int(name, value)),
 }  # fmt: skip
-COERCIONS: Mapping[str, Coercion] = {name: _BY_KIND[field.kind] for name, field in FIELDS.items()} | {
+COERCIONS: Mapping[str, Coercion] = {name: COERCIONS_BY_KIND[field.kind] for name, field in FIELDS.items()} | {
     "seed": lambda name, value: None if (seed := coercion.to_int(name, value)) == -1 else seed,
     "allowed_token_ids": _to_allowed,
 }  # fmt: skip

@@ -6,7 +6,7 @@ import base64
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -15,11 +15,19 @@ from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, E
 from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest, TidewheelError
 from tidewheel.frontend.coercion import ParameterSource, show
 from tidewheel.frontend.output import OutputChunk, Outputs, Response
-from tidewheel.frontend.request_parameters import AnyTask, GenerateRequest, parse_parameters
+from tidewheel.frontend.request_parameters import (
+    ALIASES,
+    COERCIONS,
+    COERCIONS_BY_KIND,
+    AnyTask,
+    GenerateRequest,
+    parse_parameters,
+)
 from tidewheel.frontend.request_reader import PreparedRequest
 from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import Array, Arrays
 from tidewheel.one_shot.step_options import StepOptions
+from tidewheel.parameters import fields_of
 from tidewheel.request import FinishReason
 from tidewheel.sampling import SamplingParams
 
@@ -38,6 +46,7 @@ class TensorRequest(GenerateRequest):
 
 
 _ONE_STEP = SamplingParams(max_tokens=1)
+_STEP_COERCIONS = {name: COERCIONS_BY_KIND[field.kind] for name, field in fields_of(StepOptions).items()}
 
 
 class TensorReader:
@@ -84,16 +93,17 @@ class TensorReader:
 
 def _take_step_options(sources: Sequence[ParameterSource]) -> tuple[StepOptions, tuple[ParameterSource, ...]]:
     """Return the parameters of a model that takes many steps, and the others. Raise `InvalidRequest`."""
-    names = StepOptions.__struct_fields__
-    given = {name: value for source in sources for name, value in source.values.items() if name in names}
-    others = ({name: value for name, value in source.values.items() if name not in names} for source in sources)
-    try:
-        options = msgspec.convert(given, StepOptions, strict=False)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$.")  # "Expected `int`" and "steps`"
-        name = place.rstrip("`")
-        raise InvalidRequest(f"{name} is {show(given[name])}: {what}") from None
-    return options, tuple(ParameterSource(origin="parameters", values=values) for values in others)
+    given: dict[str, Any] = {}
+    others: dict[str, object] = {}
+    for name, value in ((name, value) for source in sources for name, value in source.values.items()):
+        if name in _STEP_COERCIONS:
+            given |= {} if value is None else {name: _STEP_COERCIONS[name](name, value)}
+        elif name in COERCIONS or name in ALIASES:
+            others[name] = value
+        else:
+            known = f"{', '.join(_STEP_COERCIONS)}, and options of one-shot models"
+            raise InvalidRequest(f"unknown parameter {show(name)}: known are {known}")
+    return StepOptions(**given), (ParameterSource(origin="parameters", values=others),)
 
 
 class TensorOutputs(Outputs):

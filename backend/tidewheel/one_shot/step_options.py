@@ -1,22 +1,33 @@
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from tidewheel.errors import InvalidRequest
+from tidewheel.parameters import Parameter, at_least, check_fields
+from tidewheel.sampling import MAX_SEED
+
+_CHOICES = {"on_deadline": ("error", "preview"), "format": ("raw", "png", "png_base64")}
+_choice = Parameter("one of a few words", max_chars=32)
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters of a request to a model that takes many steps."""
+    """Parameters of a request to a model that takes many steps. Raise `InvalidRequest`."""
 
-    steps: int | None = None  # none: the model's default
-    size: Annotated[str, msgspec.Meta(max_length=32)] = ""  # height x width; empty: the first that the model offers
-    guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None  # up to 1: no guidance
-    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    preview_every: Annotated[int, msgspec.Meta(ge=0)] = 0  # steps; 0: no previews
-    on_deadline: Literal["error", "preview"] = "error"
-    format: Literal["raw", "png", "png_base64"] = "raw"
+    steps: Annotated[int | None, Parameter("steps; not given: the model's `default_steps`")] = None
+    size: Annotated[str, Parameter("height x width; empty: the model's first", max_chars=32)] = ""
+    guidance_scale: Annotated[float | None, Parameter("guidance; up to 1: none", low=0, high=100)] = None
+    seed: Annotated[int | None, Parameter("seed of the noise", low=0, high=MAX_SEED)] = None
+    preview_every: Annotated[int, at_least(0, "steps between previews; 0: none")] = 0
+    on_deadline: Annotated[str, _choice] = "error"
+    format: Annotated[str, _choice] = "raw"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}: it must be {' or '.join(known)}")
 
 
 class StepOffer(msgspec.Struct, frozen=True, array_like=True):

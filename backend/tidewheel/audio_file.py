@@ -12,22 +12,23 @@ from tidewheel.batch import Float32Array
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 
 SAMPLING_RATE = 16_000  # Hz
-_RATES = (1_000, 384_000)
-_MAX_CHANNELS = 16
+_RATES = (1_000, 192_000)  # Hz
+_MAX_CHANNELS = 8
+_BLOCK_FRAMES = 1 << 16  # decoded at once: a small file can hold many channels of silence
 
 
 def read_audio(data: bytes, max_seconds: float) -> Float32Array:
     """Return mono samples [num_samples] at 16 kHz. Raise `InvalidRequest`, or `PromptTooLarge` before decoding."""
     try:
-        samples, rate = (_by_soundfile if importlib.util.find_spec("soundfile") else _by_wave)(data, max_seconds)
+        mono, rate = (_by_soundfile if importlib.util.find_spec("soundfile") else _by_wave)(data, max_seconds)
     except InvalidRequest:
         raise
     except Exception as error:  # libsndfile has many
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        text = "it ends early" if isinstance(error, EOFError) else str(error).rpartition(">: ")[2]  # after an address
+        reason = " ".join(text.split())[:200] or type(error).__name__
         raise InvalidRequest(
-            f"the audio file cannot be read: {reason}; send WAV of 16 bits, or install the extra audio in the server"
+            f"audio_file cannot be read: {reason}; send WAV of 16 bits, or install the extra audio in the server"
         ) from None
-    mono: Float32Array = samples.mean(axis=1, dtype=np.float32)
     count = len(mono) * SAMPLING_RATE // rate
     if rate == SAMPLING_RATE or not count:
         return mono
@@ -43,7 +44,7 @@ def _by_wave(data: bytes, max_seconds: float) -> tuple[Float32Array, int]:
         _check(file.getnframes(), rate, channels, max_seconds)
         raw = file.readframes(file.getnframes())
     whole = np.frombuffer(raw, "<i2", len(raw) // (2 * channels) * channels)
-    return whole.reshape(-1, channels).astype(np.float32) / 32768, rate
+    return whole.reshape(-1, channels).mean(axis=1, dtype=np.float32) / 32768, rate
 
 
 def _by_soundfile(data: bytes, max_seconds: float) -> tuple[Float32Array, int]:
@@ -51,11 +52,13 @@ def _by_soundfile(data: bytes, max_seconds: float) -> tuple[Float32Array, int]:
 
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         _check(file.frames, file.samplerate, file.channels, max_seconds)
-        return file.read(dtype="float32", always_2d=True), file.samplerate
+        blocks = file.blocks(_BLOCK_FRAMES, dtype="float32", always_2d=True)
+        return np.concatenate([np.empty(0, np.float32), *(block.mean(axis=1) for block in blocks)]), file.samplerate
 
 
 def _check(num_frames: int, rate: int, channels: int, max_seconds: float) -> None:
     if not (_RATES[0] <= rate <= _RATES[1] and 1 <= channels <= _MAX_CHANNELS):
-        raise ValueError(f"it has {rate} Hz and {channels} channels")
+        limits = "{} to {} and 1 to {} are read".format(*_RATES, _MAX_CHANNELS)
+        raise ValueError(f"it has {rate} Hz and {channels} channels, of which {limits}")
     if num_frames > max_seconds * rate:
-        raise PromptTooLarge(f"the audio has {num_frames / rate:,.1f} s: at most {max_seconds:g} s are allowed")
+        raise PromptTooLarge(f"audio_file has {num_frames / rate:,.1f} s: at most {max_seconds:g} s are allowed")

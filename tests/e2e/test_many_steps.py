@@ -38,6 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         )
     log = repository.parent / "digits.log"
     running = wait_ready(start_server("--model-repository", str(repository), log=log))
+    assert "Try it" not in log.read_text()  # its examples send text
     yield running
     assert stop_server(running) == 0, log.read_text()
 

@@ -107,10 +107,14 @@ def test_text_streams_as_it_comes(served: Server, sound: Sound) -> None:
         ({"audio": np.zeros(40_000, np.float32)}, {}, "1 to 32000 are allowed, 2 s"),
         ({"audio": np.zeros(1_500_000, np.float32)}, {}, "max_prompt_bytes"),
         ({"audio": np.array([np.inf], np.float32)}, {}, "must lie in -1 to 1"),
-        ({"audio_file": np.array([b"no sound"], np.object_)}, {}, "audio file cannot be read"),
+        ({"audio_file": np.array([b"no sound"], np.object_)}, {}, "audio_file cannot be read"),
         ({"audio_file": np.array([wav(np.zeros(90_000))], np.object_)}, {}, "5.6 s: at most 2 s"),
         ({"audio": np.zeros(8, np.float32)}, {"language": "xx"}, "language is 'xx'"),
-        ({"text_input": np.array([b"text"], np.object_)}, {}, "takes audio"),
+        (
+            {"text_input": np.array([b"text"], np.object_)},
+            {},
+            "audio, audio_file: the request has text_input",
+        ),
     ],
 )
 def test_what_is_no_audio_is_refused_in_one_line(

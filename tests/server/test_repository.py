@@ -56,6 +56,15 @@ def test_entry_and_twin(tmp_path: Path, model: Path) -> None:
     assert (repository / "mine_infer" / "1").is_dir()
 
 
+@pytest.mark.parametrize(("adapter", "decoupled"), [("diffusers", True), ("encoder", False)])
+def test_models_of_many_steps_are_decoupled_for_their_previews(
+    tmp_path: Path, model: Path, adapter: str, decoupled: bool
+) -> None:
+    write_entry(tmp_path / "repository", str(model), "mine", {"adapter": adapter})
+    assert entries(tmp_path / "repository") == ["mine"]
+    assert read(tmp_path / "repository" / "mine").model_transaction_policy.decoupled is decoupled
+
+
 def test_hub_ids_stay_as_they_are(tmp_path: Path) -> None:
     write_entry(tmp_path, "Qwen/Qwen3-0.6B", "q", {})
     assert parameters(read(tmp_path / "q")) == {"model": "Qwen/Qwen3-0.6B", "generation_config": "auto"}

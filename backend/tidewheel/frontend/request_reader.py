@@ -153,6 +153,8 @@ class RequestReader(MessageMaker):
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
         """Prepare a client's request. Raise `InvalidRequest` or `Unsupported`."""
+        if self.speech is not None and request.task != "generate":
+            raise InvalidRequest(f"task is {request.task}: a speech model has generate alone")
         if request.task in ("tokenize", "detokenize"):
             return PreparedRequest(answer=self._tokenizer_answer(request))
         is_embedding, audio = request.task == "embed", self._audio(request)
@@ -186,12 +188,10 @@ class RequestReader(MessageMaker):
         return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop))
 
     def _audio(self, request: GenerateRequest) -> Float32Array | None:
-        """Return the samples of a request of a speech model. Raise `InvalidRequest`."""
-        if (self.speech is None) != (request.audio is None and request.audio_file is None):
-            takes = "audio" if self.speech is not None else "text_input, input_ids or messages"
-            raise InvalidRequest(f"{self._info.architecture} takes {takes}: the request has another input")
-        if self.speech is not None and request.task != "generate":
-            raise InvalidRequest(f"task is {request.task}: a speech model has generate alone")
+        """Return the samples for a speech model; None for others. Raise `InvalidRequest`."""
+        if self.speech is None:
+            return None
+        self._prompt_name(request)
         if request.audio_file is None:
             return request.audio
         return read_audio(request.audio_file, self._info.max_audio_samples / SAMPLING_RATE)
@@ -216,9 +216,9 @@ class RequestReader(MessageMaker):
             "audio": request.audio, "audio_file": request.audio_file,
         }  # fmt: skip
         given = [name for name, value in forms.items() if value is not None]
-        if len(given) != 1:
-            known = "text_input, input_ids and messages" if self.speech is None else "audio and audio_file"
-            raise InvalidRequest(f"give one of {known}, not {' and '.join(given) or 'none'}")
+        known = ("text_input", "input_ids", "messages") if self.speech is None else ("audio", "audio_file")
+        if len(given) != 1 or given[0] not in known:
+            raise InvalidRequest(f"give one of {', '.join(known)}: the request has {' and '.join(given) or 'none'}")
         check_size(given[0], request.prompt_bytes, self.max_prompt_bytes, "max_prompt_bytes")
         return given[0]
 

@@ -37,3 +37,7 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     slow_item: str = ""  # log line, if one item of a one-shot model takes longer than a slice
     signature: Signature | None = None  # of a model without text
     offer: StepOffer | None = None  # of a model that takes many steps
+
+    @property
+    def takes_text(self) -> bool:
+        return self.signature is None and not self.max_audio_samples

@@ -24,8 +24,9 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
     """Write a model repository entry and its non-decoupled twin. Raise `ConfigError`."""
     model = resolve_model(model)
     check_settings({"model": model, **settings})
-    if "adapter" in with_kind({"model": model, **settings}):
-        _write(repository / name, {"model": model, **settings}, decoupled=False)
+    completed = with_kind({"model": model, **settings})
+    if "adapter" in completed:
+        _write(repository / name, {"model": model, **settings}, decoupled=completed["kind"] == "iterative")
         return
     # Like `vllm serve`, and unlike entries that are written for Triton.
     _write(repository / name, {"model": model, "generation_config": "auto", **settings}, decoupled=True)

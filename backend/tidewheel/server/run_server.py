@@ -330,4 +330,5 @@ class _Server:
             console.note(f"warning: {warning}")
         console.report(describe_models(version, plan.install.origin, models, infos))
         if with_endpoints:
-            console.report(describe_endpoints(plan.endpoints, models, has_playground=self.options.gateway.playground))
+            texts = [model for model in models if model.name not in infos or infos[model.name].takes_text]
+            console.report(describe_endpoints(plan.endpoints, texts, has_playground=self.options.gateway.playground))

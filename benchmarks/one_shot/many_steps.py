@@ -34,6 +34,7 @@ SETTINGS = {
 STEPS = (10, 50)
 CRITICAL_STEPS = 20
 PAUSE_S = 0.05  # mean, between two CRITICAL requests
+SETTLE_S = 1.0  # before latencies count
 
 
 class Pictures:
@@ -64,28 +65,26 @@ class Pictures:
         return _per_second(counts, send_each())
 
     def critical(self, seconds: float, num_low: int) -> dict[str, Any]:
-        """Return latencies of CRITICAL requests, and LOW requests a second."""
-        latencies, num_ended = list[float](), 0
+        """Return latencies of CRITICAL requests once LOW ones flow, and LOW requests a second."""
+        latencies, num_ended, end = list[float](), 0, time.monotonic() + SETTLE_S + seconds
 
         async def flood(stub: Any) -> None:
             nonlocal num_ended
-            while True:
+            while time.monotonic() < end:
                 await self._send(stub, self._rng.randint(*STEPS), Priority.LOW)
                 num_ended += 1
 
         async def measure() -> None:
             async with self._stub() as stub:
                 others = [asyncio.create_task(flood(stub)) for _ in range(num_low)]
-                end = time.monotonic() + seconds
+                await asyncio.sleep(SETTLE_S)
                 while time.monotonic() < end:
                     await asyncio.sleep(self._rng.expovariate(1 / PAUSE_S))
                     latencies.append(await self._send(stub, CRITICAL_STEPS, Priority.CRITICAL))
-                for other in others:
-                    other.cancel()
-                await asyncio.gather(*others, return_exceptions=True)
+                await asyncio.gather(*others)
 
         asyncio.run(measure())
-        return {"latencies": latencies, "low_per_s": num_ended / seconds}
+        return {"latencies": latencies, "low_per_s": num_ended / (SETTLE_S + seconds)}
 
     def _counts(self, count: int) -> list[int]:
         """Return step counts spread over `STEPS` in random order: the same sum each time."""
@@ -118,7 +117,7 @@ def main() -> None:
     study = Study("many_steps", __doc__, "diffusers", "torch", "tritonclient")
     study.add_argument("--requests", type=int, default=16)
     study.add_argument("--rate", type=float, default=80.0, help="of arrivals, a second")
-    study.add_argument("--low", type=int, default=64, help="LOW requests in flight")
+    study.add_argument("--low", type=int, default=48, help="LOW requests in flight")
     study.add_argument("--seconds", type=float, default=15.0, help="of CRITICAL requests in a round")
     study.add_argument("--rounds", type=int, default=3)
     study.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the engine")
@@ -132,7 +131,6 @@ def main() -> None:
              "one by one": lambda: pictures.one_by_one(options.requests)},
             2 * options.rounds,
         )  # fmt: skip
-        pictures.critical(2.0, options.low)
         critical = in_turns(
             {"alone": lambda: pictures.critical(options.seconds, 0),
              "flooded": lambda: pictures.critical(options.seconds, options.low)},

@@ -28,6 +28,7 @@ from tidewheel.request import Priority
 
 DIGITS = ROOT / "demo_model" / "digits"
 SETTINGS = {
+    "num_threads": "1",
     "adapter": "diffusers",
     "adapter_options": '{"null_label": 10, "default_guidance": 2, "default_steps": 20}',
 }

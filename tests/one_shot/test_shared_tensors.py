@@ -11,7 +11,7 @@ import pytest
 
 from tidewheel.errors import Busy, InternalError
 from tidewheel.one_shot import shared_tensors
-from tidewheel.one_shot.shared_tensors import INLINE_BYTES, PackedTensors, remove_unread
+from tidewheel.one_shot.shared_tensors import INLINE_BYTES, PackedTensors, kept_files, remove_unread, sweep_kept
 from tidewheel.one_shot.signature import DTYPES, Array
 
 LARGE = {"x": np.arange(INLINE_BYTES, dtype=np.uint16).reshape(2, -1), "y": np.float32([[1.5]])}
@@ -73,16 +73,53 @@ def test_files_of_dead_processes_are_removed_at_the_next_start(shared_folder: Pa
     assert list(shared_tensors.folder().iterdir()) == [mine]
 
 
-@pytest.mark.parametrize("failure", ["short", "error"])
-def test_full_shared_memory_is_busy(failure: str, shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def writev(descriptor: int, views: object) -> int:
-        if failure == "error":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return 1
+def test_a_kept_file_is_used_again_only_after_it_was_given_back_unused(shared_folder: Path) -> None:
+    def pack(value: int) -> PackedTensors:
+        arrays = {"x": np.full(INLINE_BYTES, value, np.uint16)}
+        packed = PackedTensors.of(arrays, keeps=True)
+        check_equal(sent(packed).arrays, arrays)
+        return packed
 
-    monkeypatch.setattr(shared_tensors.os, "writev", writev)
+    first, second = pack(1), pack(2)
+    first.discard(is_unused=True)
+    first.discard()  # a second time is without effect
+    assert pack(3).file == first.file and len(list(shared_folder.iterdir())) == 2
+    second.discard()  # an engine may read it still
+    assert pack(4).file not in (first.file, second.file) and len(list(shared_folder.iterdir())) == 2
+    kept_files.close()
+    assert not list(shared_folder.iterdir())
+
+
+def test_kept_files_take_bounded_memory(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = np.zeros(INLINE_BYTES + 64, np.uint8), np.zeros(4 * INLINE_BYTES, np.uint8)
+    monkeypatch.setattr(shared_tensors, "MAX_KEPT_BYTES", large.nbytes)
+    lent = [PackedTensors.of({"x": x}, keeps=True) for x in (small, large)]
+    for packed in lent:
+        packed.discard(is_unused=True)
+    assert [file.name for file in shared_folder.iterdir()] == [lent[1].file]
+    assert PackedTensors.of({"x": small}, keeps=True).file != lent[1].file  # more than twice the size
+
+
+def test_kept_files_of_a_dead_front_end_are_removed_and_unmapped(shared_folder: Path) -> None:
+    packed = PackedTensors.of(LARGE, keeps=True)
+    dead = shared_folder / f"{2**22 + 1}-5-0"
+    (shared_folder / packed.file).rename(dead)
+    received = PackedTensors(packed.tensors, file=dead.name, is_kept=True)
+    check_equal(received.arrays, LARGE)
+    sweep_kept()
+    assert not list(shared_folder.iterdir())
+    with pytest.raises(InternalError, match="cannot be read"):
+        _ = PackedTensors(packed.tensors, file=dead.name, is_kept=True).arrays
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_full_shared_memory_is_busy(keeps: bool, shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fallocate(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_tensors.os, "posix_fallocate", fallocate)
     with pytest.raises(Busy, match="shared memory is full"):
-        PackedTensors.of(LARGE)
+        PackedTensors.of(LARGE, keeps=keeps)
     assert not list(shared_folder.iterdir())
 
 

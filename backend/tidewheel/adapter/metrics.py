@@ -28,7 +28,7 @@ Labels = Mapping[str, str]
 
 FLUSH_INTERVAL_S = 0.4
 RENEWAL = 25  # flushes after which gauges are sent again: another front end may have cleared them
-MAX_OBSERVATIONS = 64  # per histogram and flush: 160 a second
+MAX_OBSERVATIONS = 32  # per histogram and flush: 80 a second
 MAX_WAITING = 1024
 MAX_RESTING = 1 << 16  # more, for a time without live requests
 CLASSES = tuple(priority.name.lower() for priority in Priority)

@@ -142,7 +142,7 @@ def read_tensors(
     shapes = [PackedTensor(name, dtype_name(array), array.shape, 0) for name, array in arrays.items()]
     return TensorRequest(
         request_id=request.request_id(),
-        inputs=PackedTensors.of(arrays) if call is None else PackedTensors(shapes),
+        inputs=PackedTensors.of(arrays, keeps=True) if call is None else PackedTensors(shapes),
         call=call,
         stream=stream,
         parameters=(ParameterSource(origin="request parameter", values=parameters),) if parameters else (),

@@ -22,6 +22,7 @@ from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.launcher import choose_engine
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.frontend.request_parameters import GenerateRequest
+from tidewheel.one_shot.shared_tensors import kept_files
 from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._presence.remove()
         self._follower.close()
+        kept_files.close()
 
     def _submit(self, request: Any) -> None:
         arrival_ns = time.monotonic_ns()

@@ -95,7 +95,9 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     """Raise `InvalidRequest` or `Unsupported`; texts call the prompt `prompt_name`."""
     sampling = message.sampling
     _check_inputs(message, info)
-    prompt, limit = _prompt(prompt_name, message.prompt, info), info.max_num_tokens
+    limit = info.max_num_tokens
+    is_text = info.signature is None
+    prompt = _prompt(prompt_name, message.prompt, info) if is_text else np.frombuffer(message.prompt, np.int32)
     max_tokens = limit - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
     check_lengths(len(prompt), max_tokens, sampling.min_tokens, limit)
     for ids in (message.stop_token_ids, sampling.stop_token_ids):
@@ -123,7 +125,7 @@ def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
     tensors = ((each.name, each.dtype, each.shape) for each in message.inputs.tensors)
     items = info.signature.check(tensors, info.max_num_batched_tokens)
     steps = 1 if info.offer is None else info.offer.completed(message.step_options or StepOptions()).steps
-    if len(message.prompt) != 4 * items or message.sampling.max_tokens != steps:
+    if message.prompt != bytes(4 * items) or message.sampling.max_tokens != steps:
         raise InvalidRequest(f"a request of {items} items has a prompt of as many zeros, and max_tokens {steps}")
 
 

@@ -23,7 +23,7 @@ from tidewheel.engine.requests import to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
 from tidewheel.one_shot.remote import RemoteRunner
-from tidewheel.one_shot.shared_tensors import remove_unread
+from tidewheel.one_shot.shared_tensors import remove_unread, sweep_kept
 from tidewheel.request import FinishReason
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.scheduler.scheduler import Scheduler
@@ -143,6 +143,7 @@ class EngineServer:
         log.info("front end %s %s: %d requests end", front_end.name, how, len(orphans))
         for request_id in orphans:
             self._core.cancel(request_id)
+        sweep_kept()
 
     def _send_disconnection(self, identity: bytes, reason: str) -> None:
         error = messages.ErrorInfo.of(EngineDead(reason, retry_after_ms=messages.RETRY_AFTER_MS))

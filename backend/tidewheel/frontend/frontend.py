@@ -368,7 +368,7 @@ class Frontend:
 
 
 def _discard(request: LiveRequest) -> None:
-    """Remove the shared memory of a request's tensors, if the engine did not take it."""
+    """Give up the shared memory of a request's tensors."""
     message = request.prepared.message
     if message is not None and message.inputs is not None:
-        message.inputs.discard()
+        message.inputs.discard(is_unused=request.has_left_engine)

@@ -85,6 +85,10 @@ class LiveRequest:
         return self._ending is not None
 
     @property
+    def has_left_engine(self) -> bool:
+        return self._num_open == 0
+
+    @property
     def has_deltas(self) -> bool:
         return bool(self._deltas)
 

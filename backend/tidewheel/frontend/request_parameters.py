@@ -125,6 +125,9 @@ class ParsedParameters(NamedTuple):
     is_scoring: bool = False  # nothing is generated
 
 
+_DEFAULTS = ParsedParameters(SamplingParams(), RequestOptions())
+
+
 class _GivenValue(NamedTuple):
     value: object
     label: str  # key and carrier, for errors
@@ -134,6 +137,8 @@ def parse_parameters(
     sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None, task: AnyTask = "generate"
 ) -> ParsedParameters:
     """Merge all sources' parameters over `defaults`; a null is absent. Raise `InvalidRequest` or `Unsupported`."""
+    if not sources and not defaults:
+        return _DEFAULTS
     given = _collect(sources)
     for name in sorted(given.keys() - _OF_TASK.get(task, given.keys())):
         value = given[name].value
@@ -156,6 +161,8 @@ def parse_parameters(
 
 def read_urgency(request: GenerateRequest, tenants: Mapping[str, TenantLimits]) -> RequestOptions:
     """Return granted class, tenant, deadlines and session; defaults if `parse_parameters` will refuse a value."""
+    if not request.parameters and not tenants:
+        return _DEFAULTS.options
     sources = [
         ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
         for source in request.parameters

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 _BLOCKS_PER_ROW = 64  # so that blocks are not short while steps that ended wait for a slow one before them
 _MAX_REASON_CHARS = 300
 _NUM_MEASURED = 3  # items
+_MAX_ROOM_BYTES = 64 << 20  # kept for the next batch
 _T = TypeVar("_T")
 
 
@@ -61,6 +63,7 @@ class OneShotRunner:
         self._may_join = signature.is_batched
         self._slice_ms = slice_ms
         self._item_ms: list[float] = []
+        self._rooms: dict[str, Array] = {}  # of joined inputs, by name: new memory costs as much as the copy
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
@@ -151,12 +154,21 @@ class OneShotRunner:
                 return arrays[0]
             arrays, axis = arrays[:1], axis or 0
         shape[axis] = sum(array.shape[axis] for array in arrays)
-        joined, begin = np.zeros(shape, arrays[0].dtype), 0
+        joined, begin = self._room(spec.name, shape, arrays[0].dtype), 0
         for array in arrays:
             place = [slice(size) for size in array.shape]
             place[axis] = slice(begin, begin := begin + array.shape[axis])
             joined[tuple(place)] = array
         return joined
+
+    def _room(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """Return an array of zeros, or of anything if no input is padded."""
+        size = math.prod(shape)
+        if self._signature.buckets or dtype.hasobject or size * dtype.itemsize > _MAX_ROOM_BYTES:
+            return np.zeros(shape, dtype)
+        if name not in self._rooms or len(self._rooms[name]) < size:
+            self._rooms[name] = np.empty(size, dtype)
+        return self._rooms[name][:size].reshape(shape)
 
     def _cut(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """Cut padding off dimensions that an output shares with a padded input."""

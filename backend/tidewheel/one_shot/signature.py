@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -49,6 +50,9 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     outputs: tuple[TensorSpec, ...]
     buckets: dict[str, tuple[int, ...]] = {}
 
+    def __hash__(self) -> int:
+        return hash(self.inputs)
+
     @property
     def is_batched(self) -> bool:
         return any(spec.batch_axis is not None for spec in self.inputs)
@@ -84,6 +88,10 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
 
         Raise `InvalidRequest`.
         """
+        return self._check(tuple((name, dtype, tuple(shape)) for name, dtype, shape in tensors), max_items)
+
+    @functools.lru_cache(1024)  # noqa: B019 - a process has one signature
+    def _check(self, tensors: tuple[tuple[str, str, tuple[int, ...]], ...], max_items: int) -> int:
         given = {name: (dtype, shape) for name, dtype, shape in tensors}
         known = {spec.name for spec in self.inputs}
         if given.keys() != known:

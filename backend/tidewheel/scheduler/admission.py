@@ -89,8 +89,9 @@ class AdmissionControl:
         over_quota = state.is_over_quota(request)
         service_class = request.priority.dropped() if over_quota else request.priority
         victims = self.choose_evictions(request, count, service_class, now)
-        predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
-        predicted = request.max_tokens if request.bucket else predicted  # the number of steps is known
+        predicted = float(request.max_tokens)
+        if not request.bucket:  # else the number of steps is known
+            predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
         self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
         evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
         for newcomer in requests:
@@ -138,12 +139,13 @@ class AdmissionControl:
             elif is_refusal:
                 figures.num_rejected += 1
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._state.predictor.observe(
-                    request.tenant,
-                    request.num_prompt_tokens,
-                    request.num_output_tokens,
-                    request.predicted_output_tokens,
-                )
+                if not request.bucket:
+                    self._state.predictor.observe(
+                        request.tenant,
+                        request.num_prompt_tokens,
+                        request.num_output_tokens,
+                        request.predicted_output_tokens,
+                    )
                 self.breaker.observe_end(False, now)
             elif reason is FinishReason.ERROR and not is_refusal:
                 self.breaker.observe_end(True, now)

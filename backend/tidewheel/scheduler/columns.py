@@ -17,6 +17,7 @@ NEVER = -np.inf
 NO_STOP = -1  # padding
 NUM_RECENT = 128  # tokens before write-back
 ALL_PURE = np.iinfo(np.int32).max
+_NO_ROWS: RowArray = np.empty(0, np.intp)
 
 
 class RowColumns:
@@ -172,6 +173,8 @@ class RowColumns:
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
         """Return rows that lack one computed token, its position, and rows that lack several; none are ending."""
+        if not self.num_running:
+            return _NO_ROWS, _int32(0), _NO_ROWS
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))

@@ -53,7 +53,8 @@ class StepPlanner:
         state, plan = self._state, self._plan
         decode_rows, decode_starts, chunk_rows = state.columns.gaps()
         if state.turns is None:
-            self._plan_decodes(decode_rows, decode_starts)
+            if len(decode_rows):
+                self._plan_decodes(decode_rows, decode_starts)
             self._plan_prompts(chunk_rows)
         else:
             self._plan_turn(state.turns, decode_rows, decode_starts)
@@ -130,7 +131,7 @@ class StepPlanner:
 
     def _plan_prompts(self, rows: RowArray) -> None:
         state, plan, columns = self._state, self._plan, self._state.columns
-        running = columns.requests(rows[columns.running[rows]])
+        running = columns.requests(rows[columns.running[rows]]) if len(rows) else []
         for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
             self._plan_entries(before=key)
             if plan.token_budget < 1:
@@ -219,7 +220,7 @@ class StepPlanner:
         num_encoded = self._plan.encoder_tokens
         if num_encoded and num_encoded + request.encoder_tokens > self._plan.limits.token_budget:
             return True
-        return bool(request.bucket and self._plan.chunk_ends) and request.num_prompt_tokens > self._plan.token_budget
+        return bool(request.bucket and self._plan.new_rows) and request.num_prompt_tokens > self._plan.token_budget
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan

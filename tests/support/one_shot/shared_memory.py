@@ -14,4 +14,5 @@ def shared_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Temp
     monkeypatch.setattr(shared_tensors, "_SHARED_MEMORY", tmp_path_factory.mktemp("shm"))
     shared_tensors.folder.cache_clear()
     yield shared_tensors.folder()
+    shared_tensors.kept_files.close()
     shared_tensors.folder.cache_clear()

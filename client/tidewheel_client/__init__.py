@@ -10,6 +10,7 @@ from tidewheel_client.answers import Completion as Completion
 from tidewheel_client.answers import Health as Health
 from tidewheel_client.answers import Metadata as Metadata
 from tidewheel_client.answers import PerfMetrics as PerfMetrics
+from tidewheel_client.answers import Picture as Picture
 from tidewheel_client.answers import TokenLogprob as TokenLogprob
 from tidewheel_client.errors import Busy as Busy
 from tidewheel_client.errors import Cancelled as Cancelled

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,16 @@ class PerfMetrics:
     weights: str = "full"  # that computed it: full, quantized or mixed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Picture:
+    """Picture after `step` of its `steps`: a preview, or the last."""
+
+    step: int
+    steps: int
+    image: npt.NDArray[np.uint8] | None = None  # [height, width, channels], of 1 (grey), 3 (RGB) or 4 (RGBA)
+    png_base64: str = ""  # a PNG file in place of `image`, for format="png_base64"
+
+
 @dataclass(slots=True, kw_only=True)  # a frozen one costs 1.3 µs more a response
 class Chunk:
     """Part of one sequence; the last part has a `finish_reason`. Output flags ask for optional fields."""
@@ -43,6 +55,7 @@ class Chunk:
     embedding: tuple[float, ...] | None = None
     cumulative_logprob: float | None = None  # so far
     perf: PerfMetrics | None = None  # on the last chunk
+    picture: Picture | None = None  # of a model of pictures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

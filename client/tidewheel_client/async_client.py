@@ -10,7 +10,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from tidewheel_client import codec, concurrent_map, errors, server_pages
-from tidewheel_client.answers import Completion, Health, Metadata
+from tidewheel_client.answers import Completion, Health, Metadata, Picture
 from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.facade import AsyncEvent, WakeEvent, signed_as
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
@@ -21,6 +21,7 @@ from tidewheel_client.transport import Ask, Transport
 
 Item = str | Sequence[codec.Message] | Mapping[str, Any]  # as `map` says
 _POLL_S = 0.1
+_NUM_PREVIEWS = 10
 
 
 class AsyncClient:
@@ -108,6 +109,38 @@ class AsyncClient:
         if not chunks or chunks[-1].embedding is None:
             raise errors.InternalError("the answer has no embedding")
         return chunks[-1].embedding
+
+    async def generate_image(
+        self,
+        /,
+        prompt: str | None = None,
+        *,
+        label: int | None = None,
+        on_progress: Callable[[Picture], object] | None = None,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **params: object,
+    ) -> Picture:
+        """Return the picture of a prompt, of a label, or of neither, as the model takes them.
+
+        `on_progress` gets previews, by default up to 10 (`partial_images`, or `preview_every`), and the picture. An
+        exception from it cancels the request. Other `params` are `steps`, `size`, `seed`, `guidance_scale`,
+        `on_deadline`, `format` (`raw` or `png_base64`), `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`.
+        """
+        if (image_format := params.get("format", "raw")) not in ("raw", "png_base64"):
+            raise InvalidRequest(f"format is {image_format!r}: it must be raw or png_base64")
+        if on_progress is not None:
+            params = {"partial_images": _NUM_PREVIEWS, **params}
+        inputs, picture = {"prompt": prompt, "label": None if label is None else [label]}, None
+        given = {name: value for name, value in inputs.items() if value is not None}
+        async with self._start(given, params, timeout_s, request_id, is_picture=True) as stream:
+            async for chunk in stream:
+                picture = chunk.picture
+                if on_progress is not None and picture is not None:
+                    on_progress(picture)
+        if picture is None:
+            raise errors.InternalError("the answer has no picture")
+        return picture
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> AsyncSession:
         """Return a conversation whose KV blocks the server keeps between turns, for `ttl_s`."""
@@ -228,12 +261,9 @@ class AsyncClient:
         params: Mapping[str, object],
         timeout_s: float | None,
         request_id: str = "",
-        *,
-        stream: bool = False,
+        **kind: bool,
     ) -> AsyncStream:
-        ask = Ask(
-            model=self.model, request_id=request_id or uuid.uuid4().hex, prompt=prompt, params=params, stream=stream
-        )
+        ask = Ask(model=self.model, request_id=request_id or uuid.uuid4().hex, prompt=prompt, params=params, **kind)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return AsyncStream(self._transport, ask, limit_s, self._retries, self._event())
 

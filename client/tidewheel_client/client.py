@@ -46,6 +46,7 @@ class Client(Facade[AsyncClient]):
     generate_all = blocking(AsyncClient.generate_all)
     chat = blocking(AsyncClient.chat)
     embed = blocking(AsyncClient.embed)
+    generate_image = blocking(AsyncClient.generate_image)
     close_session = blocking(AsyncClient.close_session)
     is_ready = blocking(AsyncClient.is_ready)
     wait_ready = blocking(AsyncClient.wait_ready)

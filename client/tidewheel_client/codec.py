@@ -8,7 +8,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client.errors import InvalidRequest
+from tidewheel_client.errors import InvalidRequest, Unsupported
 from tidewheel_client.transport import Ask
 
 Message = str | Mapping[str, object]
@@ -21,17 +21,22 @@ OUTPUT_FLAGS: dict[str, bool] = {
     "return_cumulative_logprob": False,
     "return_perf_metrics": False,
 }
+_INT32 = {"input_ids": "a sequence of int32 token ids", "label": "a number, an int32"}
 _MAX_TIMEOUT_MS = 1e12
 
 
 def encode(ask: Ask) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=ask.model, id=ask.request_id)
     for name, value in ask.prompt.items():
-        if name == "input_ids":
-            ids = _token_ids(value)
-            _add(request, name, "INT32", len(ids), ids.tobytes())
+        if name in _INT32:
+            numbers = _int32(name, value)
+            _add(request, name, "INT32", len(numbers), numbers.tobytes())
         else:
             add_text(request, name, value if isinstance(value, bytes) else str(value))
+    if ask.is_picture:
+        for name, text in parameters(ask.params).items():
+            request.parameters[name].string_param = text
+        return request
     flags, sampling = _flags_and_sampling(ask.params)
     for name, wanted in {"stream": ask.stream, **flags}.items():
         _add(request, name, "BOOL", 1, struct.pack("<?", wanted))
@@ -43,7 +48,11 @@ def encode(ask: Ask) -> service_pb2.ModelInferRequest:
 
 def json_body(ask: Ask) -> dict[str, object]:
     """Return the body for `generate_stream`."""
-    given = {k: _token_ids(value).tolist() if k == "input_ids" else value for k, value in ask.prompt.items()}
+    given = {k: _int32(k, value).tolist() if k in _INT32 else value for k, value in ask.prompt.items()}
+    if ask.is_picture:
+        if ask.params.get("format") != "png_base64":
+            raise Unsupported("over HTTP, a picture is a file: give format='png_base64', or use gRPC's HOST:PORT")
+        return {"id": ask.request_id, **given, **parameters(ask.params)}
     flags, sampling = _flags_and_sampling(ask.params)
     body = {"id": ask.request_id, **given, "stream": ask.stream, **flags}
     return body | ({"sampling_parameters": _json("sampling parameters", sampling)} if sampling else {})
@@ -78,12 +87,12 @@ def prompt_input(
     return given
 
 
-def _token_ids(value: Any) -> array[int]:
+def _int32(name: str, value: Any) -> array[int]:
     try:
-        ids: array[int] = array("i", value)
+        numbers: array[int] = array("i", value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest("input_ids must be a sequence of int32 token ids") from None
-    return ids
+        raise InvalidRequest(f"{name} must be {_INT32[name]}") from None
+    return numbers
 
 
 def _json(what: str, value: object) -> str:
@@ -99,6 +108,12 @@ def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[st
         request.parameters["priority"].uint64_param = int(priority)
     if isinstance(deadline_ms, int | float) and 0 < deadline_ms < _MAX_TIMEOUT_MS:
         request.parameters["timeout"].int64_param = max(1, int(deadline_ms * 1000))
+
+
+def parameters(params: Mapping[str, object]) -> dict[str, str]:
+    """Return them as a request's parameters. Triton keeps `priority` for itself."""
+    given = {name: str(value) for name, value in params.items() if value is not None}
+    return {"qos_class" if name == "priority" else name: text for name, text in given.items()}
 
 
 def add_text(request: service_pb2.ModelInferRequest, name: str, text: str | bytes) -> None:

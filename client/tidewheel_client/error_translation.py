@@ -33,6 +33,8 @@ _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
     ("is not ready", errors.NotFound),
     ("Exceeds maximum queue size", errors.Busy),
     ("is not healthy", ServerUnavailable),
+    ("unexpected inference input", errors.InvalidRequest),
+    ("missing required input", errors.InvalidRequest),
 )
 
 _LOST = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")  # by gRPC

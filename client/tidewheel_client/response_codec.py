@@ -16,10 +16,11 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client.answers import Chunk, PerfMetrics, TokenLogprob
+from tidewheel_client.answers import Chunk, PerfMetrics, Picture, TokenLogprob
 
 _PERF = tuple(field.name for field in fields(PerfMetrics) if field.name != "weights")  # an older server sends none
 _PLAIN = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
@@ -48,19 +49,17 @@ StreamResponse = _stream_response()
 
 
 class _Layout(NamedTuple):
-    names: tuple[str, ...]
-    datatypes: tuple[str, ...]
+    outputs: tuple[tuple[str, str, Sequence[int]], ...]  # name, datatype, shape
     pick: Callable[[Sequence[Any]], tuple[Any, ...]] | None  # values of `_PLAIN`, if there are no others
 
 
 @lru_cache(_MAX_LAYOUTS)
 def _layout(descriptions: tuple[bytes, ...]) -> _Layout:
     read = service_pb2.ModelInferResponse.InferOutputTensor.FromString
-    outputs = [read(description) for description in descriptions]
-    names = tuple(output.name for output in outputs)
+    outputs = tuple((each.name, each.datatype, tuple(each.shape)) for each in map(read, descriptions))
+    names = [name for name, _, _ in outputs]
     indices = (names.index(name) if name in names else -1 for name in _PLAIN)
-    pick = itemgetter(*indices) if set(_PLAIN).issuperset(names) else None
-    return _Layout(names, tuple(output.datatype for output in outputs), pick)
+    return _Layout(outputs, itemgetter(*indices) if set(_PLAIN).issuperset(names) else None)
 
 
 def decode(response: Any) -> list[Chunk]:
@@ -79,8 +78,8 @@ def decode(response: Any) -> list[Chunk]:
                     num_output_tokens=None if num_output is None else int.from_bytes(num_output, "little"),
                 )
             ]
-    columns = zip(layout.names, layout.datatypes, raws, strict=True)
-    return chunks_of({name: _unpack(datatype, raw) for name, datatype, raw in columns})
+    columns = zip(layout.outputs, raws, strict=True)
+    return chunks_of({name: _unpack(datatype, raw, shape) for (name, datatype, shape), raw in columns})
 
 
 def tensors(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, ...]]:
@@ -112,6 +111,7 @@ def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
             embedding=outputs.get("embedding"),
             cumulative_logprob=_element(outputs, "cumulative_logprob", index),
             perf=_perf(outputs, index),
+            picture=_picture(outputs),
         )
         for index, text in enumerate(texts)
     ]
@@ -142,7 +142,16 @@ def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | N
     return PerfMetrics(weights=weights, **{name: outputs[name][index] for name in _PERF})
 
 
-def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:
+def _picture(outputs: Mapping[str, tuple[Any, ...]]) -> Picture | None:
+    if "steps" not in outputs:
+        return None
+    image, png = _element(outputs, "image", 0), _element(outputs, "png", 0) or ""
+    return Picture(step=outputs["step"][0], steps=outputs["steps"][0], image=image, png_base64=png)
+
+
+def _unpack(datatype: str, raw: bytes, shape: Sequence[int] = (-1,)) -> tuple[Any, ...]:
+    if datatype == "UINT8":  # of a picture
+        return (np.frombuffer(raw, np.uint8).reshape(shape),)
     if datatype == "BYTES":
         if _length(raw) == len(raw) - 4:
             return (raw[4:].decode("utf-8", "replace"),)

@@ -55,7 +55,7 @@ class Arrivals:
         if chunk.finish_reason is not None:
             self._finished.add(chunk.index)
             return True
-        return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
+        return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens or chunk.picture)
 
 
 def retry_wait_s(error: RequestError, num_retries: int, left_s: float | None) -> float | None:

@@ -20,9 +20,10 @@ END_S = 1.0  # of a request, after its last response
 class Ask:
     model: str
     request_id: str
-    prompt: Mapping[str, object]  # from `codec.prompt_input`, perhaps with a `task`
+    prompt: Mapping[str, object]  # from `codec`, perhaps with a `task`
     params: Mapping[str, object] = field(default_factory=dict)  # sampling and serving keys, flags
     stream: bool = False
+    is_picture: bool = False  # the model takes `params` as parameters of the request
 
 
 class Responses(Protocol):

@@ -104,6 +104,8 @@ def test_a_tag_of_a_newer_server_keeps_its_text(client: Client, triton: FakeTrit
     [
         (say_error("Request for unknown model: 'x' is not found"), tc.NotFound),
         (say_error("Request for unknown model: 'x' has no available versions"), tc.ServerUnavailable),
+        (say_error("unexpected inference input 'prompt' for model 'x'"), tc.InvalidRequest),
+        (say_error("expected 1 inputs but got 0: missing required input(s) ['label']"), tc.InvalidRequest),
         (say_error("[request id: a] Exceeds maximum queue size"), tc.Busy),
         (say_error("Stub process 'demo_0' is not healthy."), tc.ServerUnavailable),
         (say_error("something else"), tc.RequestError),

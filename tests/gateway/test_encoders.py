@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from support.gateway.running_gateway import RunningGateway, entry, gateway_to
-from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, running
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, parameters, response, running
 from tidewheel.gateway import encoders
 from tidewheel_client.errors import PromptTooLarge
 
@@ -37,11 +37,6 @@ def served() -> Iterator[tuple[FakeTriton, RunningGateway]]:
 @pytest.fixture(autouse=True)
 def _encoding(triton: FakeTriton) -> None:
     triton.answer = encode
-
-
-def parameters(asked: Asked) -> dict[str, str]:
-    given = asked.message.parameters
-    return {name: given[name].string_param for name in given if given[name].string_param}
 
 
 def test_each_text_is_a_request_with_the_same_service(gateway: RunningGateway, triton: FakeTriton) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from support.gateway.browser import HAS_BROWSER, MISSING, Browser, browser
 from support.gateway.running_gateway import RunningGateway, entry, gateway_to, say
-from support.triton.grpc_triton import Answer, Asked, FakeTriton, response, running
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, parameters, response, running
 from tidewheel.cli.main import main
 from tidewheel.errors import TAGS
 from tidewheel.gateway import playground_pages
@@ -21,6 +21,9 @@ from tidewheel.gateway import playground_pages
 FOLDER = Path(playground_pages.__file__).with_name("playground")
 FILES = ["", *(f"/{path.name}" for path in FOLDER.iterdir() if path.name != "index.html"), "/errors.json"]
 needs_browser = pytest.mark.skipif(not HAS_BROWSER, reason=MISSING)
+DOT = (  # a PNG file of 1 x 1
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 EVIL = "<img src=x onerror='document.title=1'><script>document.title=2</script>&amp;"
 
 
@@ -224,6 +227,65 @@ def test_the_stop_button_cancels(page: Browser, triton: FakeTriton) -> None:
     assert figures(page)["finish"] == "stopped by you"
     assert figures(page)["tokens out"] == "1"
     assert page.find("#send").is_displayed()
+
+
+@pytest.fixture
+def drawing(chromium: Browser) -> Iterator[FakeTriton]:
+    """Show the playground of a model of pictures."""
+    fake = FakeTriton(models=("painter",))
+    with running(fake), gateway_to(fake.port, playground=True) as gateway:
+        chromium.driver.get(f"{gateway.url}/playground")
+        chromium.wait(lambda: chromium.find("#server").text == "1 model ready", "list of models")
+        yield fake
+    assert chromium.problems() == []
+
+
+@needs_browser
+def test_a_picture_sharpens_and_is_stopped(chromium: Browser, drawing: FakeTriton) -> None:
+    shown = threading.Event()
+
+    def draw(asked: Asked) -> Answer:
+        for step in (5, 20):
+            yield response(
+                asked.message, png=DOT, step=("INT32", "i", [step]), steps=("INT32", "i", [20]),
+                finish_reason="stop" if step == 20 else "None",
+            )  # fmt: skip
+            shown.wait(30)
+
+    drawing.answer = draw
+    assert not chromium.find("#schema").is_displayed() and chromium.find("#steps").is_displayed()
+    chromium.find("input[value=label]").click()
+    chromium.fill("#steps", "20")
+    send(chromium, "7")
+    chromium.wait(
+        lambda: chromium.run("return document.querySelector('.turn img')?.alt") == "step 5 of 20", "preview"
+    )
+    shown.set()
+    wait_end(chromium)
+    assert figures(chromium)["finish"] == "step 20 of 20"
+    assert chromium.run("return document.querySelector('.turn img').naturalWidth") == 1
+    (asked,) = drawing.asked
+    assert asked.inputs == {"label": [7]}
+    assert parameters(asked) == {"qos_class": "3", "steps": "20", "partial_images": "12", "format": "png_base64"}
+    shown.clear()
+    drawing.ended.clear()
+    send(chromium, "8")
+    chromium.wait(lambda: len(chromium.driver.find_elements("css selector", ".turn img")) == 2, "preview")
+    chromium.find("#stop").click()
+    wait_end(chromium, 2)
+    assert drawing.ended.wait(20)
+    shown.set()
+    assert figures(chromium)["finish"] == "stopped by you"
+
+
+@needs_browser
+def test_a_refused_picture(chromium: Browser, drawing: FakeTriton) -> None:
+    drawing.refuse_and_listen("[TW-INPUT] steps is 10000: it must be 1 to 100 (max_steps)")
+    send(chromium, "a cat")
+    wait_end(chromium)
+    assert chromium.texts(".error .message") == ["steps is 10000: it must be 1 to 100 (max_steps)"]
+    assert chromium.driver.find_elements("css selector", ".turn img") == []
+    assert drawing.asked[0].inputs == {"prompt": "a cat"}
 
 
 @needs_browser

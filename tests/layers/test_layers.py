@@ -263,6 +263,7 @@ def test_durations_are_monotonic() -> None:
         "tidewheel.frontend.ended_requests",
         "tidewheel.gateway.answers",
         "tidewheel.gateway.application",
+        "tidewheel.gateway.images",
         "tidewheel.bench.environment",
     }
 

@@ -169,6 +169,12 @@ def test_a_preview_is_the_guess_at_the_picture_and_does_not_change_it(ddpm: Path
     assert preview.shape == (8, 8, 1) and np.array_equal(preview, run(model, [other])[0])
 
 
+def test_a_size_is_width_by_height(ddpm: Path) -> None:
+    model = load(ddpm, sizes=["16x8"])
+    state = model.prepare({}, 3, model.offer.completed(StepOptions(steps=1)))
+    assert run(model, [state])[0].shape == (8, 16, 1)
+
+
 def test_numbers_that_are_not_finite_are_told_row_by_row(ddpm: Path) -> None:
     model = load(ddpm)
     good, bad = begin(model, 3, 5), begin(model, 4, 5)
@@ -185,7 +191,7 @@ def test_what_is_not_served_is_refused_in_one_line(ddpm: Path, tmp_path: Path) -
 
     assert "has no model_index.json" in refusal(tmp_path)
     for size in ("8", "0x0", "9x8", "10000x8", "8x9999999999999999999"):
-        assert f"sizes has '{size}': give height x width, multiples of 2 up to 9999" in refusal(ddpm, sizes=[size])
+        assert f"sizes has '{size}': give width x height, multiples of 2 up to 9999" in refusal(ddpm, sizes=[size])
     assert "default_steps is 51: at most 50 are allowed (max_steps)" in refusal(ddpm, default_steps=51, max_steps=50)
     assert "max_steps" in refusal(ddpm, max_steps=0) and "default_steps" in refusal(ddpm, default_steps=0)
     assert "default_guidance" in refusal(ddpm, default_guidance=-1)

@@ -159,8 +159,21 @@ def test_previews_come_between_the_steps_and_say_how_far_the_request_is() -> Non
     engine.add("a", steps=5, preview_every=2)
     engine.run()
     assert engine.shown("a") == [(2, alone(steps=2)), (4, alone(steps=4)), (5, alone(steps=5))]
-    assert [answer[0].finish_reason for answer in engine.answers["a"]] == [None, None, "length"]
+    tensors = [answer[0].tensors or {} for answer in engine.answers["a"]]
+    assert [each["finish_reason"][0] for each in tensors] == [b"None", b"None", b"stop"]
+    assert [each["steps"].tolist() for each in tensors] == [[5]] * 3
     assert engine.outputs["a"].num_output_tokens == [5]
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted", "shown"),
+    [(20, 3, [5, 10, 15, 20]), (7, 2, [3, 6, 7]), (None, 9, [1, 2, 3, 4]), (1, 5, [1]), (6, 0, [6])],
+)
+def test_previews_are_spread_over_the_steps(steps: int | None, wanted: int, shown: list[int]) -> None:
+    engine = Engine()
+    engine.add("a", steps=steps, partial_images=wanted)
+    engine.run()
+    assert [step for step, _ in engine.shown("a")] == shown
 
 
 @pytest.mark.parametrize(("on_deadline", "is_shown"), [("preview", True), ("error", False)])
@@ -172,6 +185,7 @@ def test_a_deadline_ends_a_request_as_its_owner_chose(on_deadline: str, is_shown
     assert len(engine.shown("a")) == is_shown
     if is_shown:
         [(step, value)] = engine.shown("a")
+        assert (engine.answers["a"][0][0].tensors or {})["finish_reason"] == [b"deadline"]
         assert 1 <= step < 50 and value == alone(steps=step)
     else:
         engine.outputs["a"].end("deadline")
@@ -236,7 +250,9 @@ def test_a_failure_ends_only_its_request(label: int, kind: type[TidewheelError],
         ({"steps": "many"}, "steps is 'many': it must be a number"),
         ({"step": 3}, "unknown parameter 'step': known are steps, size"),
         ({"temperature": 1}, "temperature"),
-        ({"stream": False, "preview_every": 2}, "preview_every is set, and this model answers once"),
+        ({"stream": False, "preview_every": 2}, "previews are set, and this model answers once"),
+        ({"stream": False, "partial_images": 2}, "previews are set, and this model answers once"),
+        ({"partial_images": -1}, "partial_images is -1: it must be 0 to 2147483647"),
     ],
 )
 def test_bad_parameters_are_named_in_one_line(parameters: dict[str, Any], words: str) -> None:
@@ -264,7 +280,7 @@ def test_png_holds_the_picture() -> None:
     engine.add("a", format="png")
     engine.run()
     tensors = engine.answers["a"][0][0].tensors or {}
-    assert tensors.keys() == {"step", "png"} and tensors["png"][0].startswith(b"\x89PNG")
+    assert tensors.keys() == {"step", "steps", "finish_reason", "png"} and tensors["png"][0].startswith(b"\x89PNG")
 
 
 asked = st.tuples(

@@ -67,7 +67,7 @@ class TensorReader:
             given, sources = _take_step_options(request.parameters)
             step_options = offer.completed(given)
             if step_options.preview_every and not request.stream:
-                raise InvalidRequest("preview_every is set, and this model answers once: use the decoupled model")
+                raise InvalidRequest("previews are set, and this model answers once: use the decoupled model")
         options = parse_parameters(sources, task=request.task).options
         tensors = ((each.name, each.dtype, each.shape) for each in request.inputs.tensors)
         items = signature.check(tensors, self._info.max_num_batched_tokens)
@@ -84,7 +84,7 @@ class TensorReader:
             request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         )
         if step_options is not None:
-            return PreparedRequest(message, PreviewOutputs(items, arrival_ns, step_options.format))
+            return PreparedRequest(message, PreviewOutputs(items, arrival_ns, step_options))
         return PreparedRequest(message, TensorOutputs(items, arrival_ns, request.call))
 
     def close(self) -> None:
@@ -161,9 +161,9 @@ class TensorOutputs(Outputs):
 class PreviewOutputs(TensorOutputs):
     """Outputs of a request that takes many steps: the newest preview, then the result. Not thread-safe."""
 
-    def __init__(self, num_items: int, arrival_ns: int, image_format: str) -> None:
+    def __init__(self, num_items: int, arrival_ns: int, options: StepOptions) -> None:
         super().__init__(num_items, arrival_ns)
-        self._format = image_format
+        self._options = options
         self._num_steps = 0
 
     @property
@@ -179,10 +179,18 @@ class PreviewOutputs(TensorOutputs):
         return []
 
     def take(self) -> Response:
-        if self._tensors is not None and self._format != "raw":
-            png = encode_png(self._tensors["image"])
-            data = png if self._format == "png" else base64.b64encode(png)
-            self._tensors = {"step": self._tensors["step"], "png": np.array([data], np.object_)}
+        if self._tensors is not None:
+            tensors, reason = dict(self._tensors), self._finish_reason or "None"
+            if self._options.format != "raw":
+                png = encode_png(tensors.pop("image"))
+                data = png if self._options.format == "png" else base64.b64encode(png)
+                tensors["png"] = np.array([data], np.object_)
+            text = b"stop" if reason == FinishReason.LENGTH else reason.encode()
+            tensors |= {
+                "steps": np.array([self._options.steps], np.int32),
+                "finish_reason": np.array([text], np.object_),
+            }
+            self._tensors = tensors
         response = super().take()
         self._tensors = None
         return response

@@ -20,6 +20,7 @@ from tidewheel_client.errors import InternalError, InvalidRequest
 
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS: Mapping[str, str] = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+JSON_HEADERS: Mapping[str, str] = {"Content-Type": "application/json"}
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _OPENAI_REASONS = ("stop", "length")
 
@@ -79,7 +80,7 @@ class AnswerWriter:
         }
         self.headers: Mapping[str, str] = {
             "x-request-id": request.request_id,
-            **(STREAM_HEADERS if request.stream else {}),
+            **(STREAM_HEADERS if request.stream else JSON_HEADERS),
         }
         self._states: dict[int, _ChoiceState] = {}  # by choice
         self._prompt_logprobs: dict[int, Logprobs] = {}  # by prompt

@@ -14,7 +14,16 @@ import msgspec
 from aiohttp import web
 
 from tidewheel import metrics
-from tidewheel.gateway import answers, bodies, encoders, errors, playground_pages, transcriptions, triton_proxy
+from tidewheel.gateway import (
+    answers,
+    bodies,
+    encoders,
+    errors,
+    images,
+    playground_pages,
+    transcriptions,
+    triton_proxy,
+)
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
@@ -40,6 +49,8 @@ The playground, a page to try models, is off: start the gateway with --playgroun
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Responses = AsyncGenerator[tuple[int, R]]  # with the index of the prompt
+
+_Writer = answers.AnswerWriter | images.PictureWriter | transcriptions.TranscriptWriter
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +86,14 @@ class Gateway:
 
     def application(self) -> web.Application:
         read_stream, whole = partial(triton_proxy.read, stream=True), partial(partial, _answer_whole)
-        read_speech, speech = transcriptions.read_speech, partial(_Endpoint, answer=self._transcribe, is_form=True)
+        written = partial(partial, self._write)
+        text = written(partial(answers.AnswerWriter, reasoning=self._options.reasoning))
+        read_speech = transcriptions.read_speech
+        speech = partial(_Endpoint, answer=written(transcriptions.TranscriptWriter), is_form=True)
+        streamed: Sequence[Task] = ("generate", "draw")
         endpoints = {
-            "/v1/chat/completions": _Endpoint(bodies.read_chat, self._generate),
-            "/v1/completions": _Endpoint(bodies.read_completion, self._generate),
+            "/v1/chat/completions": _Endpoint(bodies.read_chat, text),
+            "/v1/completions": _Endpoint(bodies.read_completion, text),
             "/v1/embeddings": _Endpoint(
                 bodies.read_embeddings, whole(answers.embeddings_answer), ("generate", "embed")
             ),
@@ -86,10 +101,13 @@ class Gateway:
             "/v1/score": _Endpoint(encoders.read_score, whole(encoders.pairs_answer), ("rerank",)),
             "/v1/audio/transcriptions": speech(read_speech),
             "/v1/audio/translations": speech(partial(read_speech, translate=True)),
+            "/v1/images/generations": _Endpoint(
+                images.read_images, written(images.PictureWriter), ("draw",), images.ImageAttempt
+            ),
             "/tokenize": _Endpoint(bodies.read_tokenize, whole(answers.tokens_answer)),
             "/detokenize": _Endpoint(bodies.read_detokenize, whole(answers.text_answer)),
-            "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, attempt=ProxyAttempt),
-            "/v2/models/{model}/generate_stream": _Endpoint(read_stream, self._proxy, attempt=ProxyAttempt),
+            "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, streamed, ProxyAttempt),
+            "/v2/models/{model}/generate_stream": _Endpoint(read_stream, self._proxy, streamed, ProxyAttempt),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=self._options.max_body_bytes)
         application.cleanup_ctx.append(self._run)
@@ -113,7 +131,7 @@ class Gateway:
             request = await self._beside(size, lambda: account.label(endpoint.read(_parse(http, body))))
             name = http.match_info.get("model", request.body.model)
             request.model, task = self._upstreams.model(name, endpoint.tasks)
-            attempt = endpoint.attempt if task == "generate" else EncoderAttempt
+            attempt = EncoderAttempt if task in ("embed", "rerank") else endpoint.attempt
             request.request_id, request.traceparent = _request_id(http, request), _traceparent(http)
             http["schema_name"] = request.schema_name
             indices = range(len(request.prompts))
@@ -164,28 +182,22 @@ class Gateway:
         async with self._large:
             return await asyncio.to_thread(work)
 
-    async def _generate(
-        self, http: web.Request, request: UpstreamRequest, responses: Responses[list[Chunk]]
+    async def _write(
+        self,
+        make_writer: Callable[[UpstreamRequest], _Writer],
+        http: web.Request,
+        request: UpstreamRequest,
+        responses: Responses[list[Chunk]],
     ) -> web.StreamResponse:
-        writer = answers.AnswerWriter(request, self._options.reasoning)
+        writer = make_writer(request)
         if request.stream:
             return await self._stream(http, writer.headers, responses, writer.events, writer.end)
-        return _json_response(writer.whole(await _read_all(responses)), headers=writer.headers)
-
-    async def _transcribe(
-        self, http: web.Request, request: UpstreamRequest, responses: Responses[list[Chunk]]
-    ) -> web.StreamResponse:
-        writer = transcriptions.TranscriptWriter(request)
-        if request.stream:
-            return await self._stream(http, writer.headers, responses, writer.events, writer.end)
-        async for index, chunks in responses:
-            writer.events(index, chunks)
-        return web.Response(body=writer.whole(), headers=writer.headers)
+        return web.Response(body=writer.whole(await _read_all(responses)), headers=writer.headers)
 
     async def _proxy(
         self, http: web.Request, request: UpstreamRequest, responses: Responses[bytes]
     ) -> web.StreamResponse:
-        headers = answers.STREAM_HEADERS if request.stream else triton_proxy.JSON_HEADERS
+        headers = answers.STREAM_HEADERS if request.stream else answers.JSON_HEADERS
         return await self._stream(http, headers, responses, lambda _, part: part)
 
     async def _stream(

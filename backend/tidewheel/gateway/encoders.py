@@ -49,8 +49,8 @@ class EncoderAttempt(Attempt[list[Chunk]]):
         self.message = pb.ModelInferRequest(model_name=self.request.model, id=self.request_id)
         for name in _TENSORS.keys() & prompt.keys():
             codec.add_text(self.message, _TENSORS[name], str(prompt[name]))
-        for name, value in {**params, "traceparent": self.request.traceparent}.items():
-            self.message.parameters["qos_class" if name == "priority" else name].string_param = str(value)
+        for name, text in codec.parameters({**params, "traceparent": self.request.traceparent}).items():
+            self.message.parameters[name].string_param = text
 
     async def send(self, upstream: Upstream) -> AsyncGenerator[list[Chunk]]:
         outputs = response_codec.tensors(await upstream.triton.call("ModelInfer", self.message, None))

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
-from tidewheel.gateway.answers import STREAM_HEADERS, Json, as_event
+from tidewheel.gateway.answers import STREAM_HEADERS, IndexedChunks, Json, as_event
 from tidewheel.gateway.bodies import Fields, OpenAIBody, RefusedFields, UpstreamRequest, read_fields
 from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
@@ -84,7 +84,8 @@ class TranscriptWriter:
     def end(self) -> bytes:
         return as_event({"type": "transcript.text.done", **self._answer()})
 
-    def whole(self) -> bytes:
+    def whole(self, chunks: IndexedChunks) -> bytes:
+        self._chunks = [chunk for _, chunk in chunks]
         answer = self._answer()
         return f"{answer['text']}\n".encode() if self._format == "text" else msgspec.json.encode(answer)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 import aiohttp
 import msgspec
 
+from tidewheel.gateway.answers import JSON_HEADERS
 from tidewheel.gateway.bodies import Fields, UpstreamRequest, check_parameters
 from tidewheel.gateway.upstream import PROBE_S, Upstream
 from tidewheel.gateway.upstreams import Attempt
@@ -15,7 +16,6 @@ from tidewheel_client.errors import InvalidRequest, ServerUnavailable, Unsupport
 
 _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
-JSON_HEADERS: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
 class ProxyAttempt(Attempt[bytes]):

@@ -15,13 +15,15 @@ from tidewheel_client import Health
 from tidewheel_client.errors import RequestError
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 
-Task = Literal["generate", "embed", "rerank"]
+Task = Literal["generate", "draw", "embed", "rerank"]
 TASKS: tuple[Task, ...] = get_args(Task)
 _TENSORS: Mapping[Task, set[str]] = {
     "generate": {"messages", "sampling_parameters"},
+    "draw": {"image", "png", "step"},
     "embed": {"text", "embedding", "num_input_tokens"},
     "rerank": {"query", "text", "score", "num_input_tokens"},
 }
+_STREAMED = ("generate", "draw")  # by decoupled models
 LOOK_S = 0.5
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
@@ -106,7 +108,7 @@ class Upstream:
         config = (await self.triton.call("ModelConfig", pb.ModelConfigRequest(name=model), PROBE_S)).config
         names = {tensor.name for tensor in (*config.input, *config.output)}
         is_stream = config.model_transaction_policy.decoupled
-        tasks = (task for task in TASKS if is_stream == (task == "generate") and _TENSORS[task] <= names)
+        tasks = (task for task in TASKS if is_stream == (task in _STREAMED) and _TENSORS[task] <= names)
         return next(tasks, None) if config.max_batch_size == 0 else None
 
     async def metrics(self) -> str:

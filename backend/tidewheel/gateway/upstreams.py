@@ -64,14 +64,13 @@ class GrpcAttempt(Attempt[list[Chunk]]):
     message: pb.ModelInferRequest
 
     def encode(self, params: Mapping[str, object]) -> None:
-        request = self.request
-        prompt = request.prompts[self.index]
-        ask = Ask(
-            model=request.model, request_id=self.request_id, prompt=prompt, params=params, stream=request.stream
-        )
-        self.message = codec.encode(ask)
-        if request.traceparent:
-            self.message.parameters["traceparent"].string_param = request.traceparent
+        self.message = codec.encode(self.ask(params))
+        if self.request.traceparent:
+            self.message.parameters["traceparent"].string_param = self.request.traceparent
+
+    def ask(self, params: Mapping[str, object]) -> Ask:
+        model, prompt, stream = self.request.model, self.request.prompts[self.index], self.request.stream
+        return Ask(model=model, request_id=self.request_id, prompt=prompt, params=params, stream=stream)
 
     async def send(self, upstream: Upstream) -> AsyncGenerator[list[Chunk]]:
         responses = upstream.triton.send(self.message)

@@ -32,7 +32,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class DiffusersOptions(msgspec.Struct, forbid_unknown_fields=True):
-    sizes: list[str] = []  # such as "512x512", height first; none: the model's own
+    sizes: list[str] = []  # such as "512x512", width first; none: the model's own
     max_steps: _Count = 1000
     default_steps: _Count | None = None  # none: `_DEFAULT_STEPS`, or `max_steps` if that is less
     default_guidance: Annotated[float, msgspec.Meta(ge=0, le=100)] = 7.5  # of pipelines with guidance
@@ -85,15 +85,14 @@ class Pipeline:
         self.weights_bytes = self._unet.get_memory_footprint()
         own = self._unet.config.sample_size
         sides = (own, own) if isinstance(own, int) else own
-        sizes = tuple(options.sizes) or ("x".join(str(side * self._scale) for side in sides),)
+        sizes = tuple(options.sizes) or ("x".join(str(side * self._scale) for side in sides[::-1]),)
         guidance = options.default_guidance if has_guidance else 0.0
         self.offer = StepOffer(sizes, max_steps, default_steps, guidance)
         can_pad = unet_class is diffusers.UNet2DConditionModel
         _check_sizes(sizes, self._scale if can_pad else 2 ** (len(self._unet.config.block_out_channels) - 1))
         image = TensorSpec("image", "UINT8", ("height", "width", channels))
-        self.signature = Signature(
-            inputs, (image, TensorSpec("step", "INT32", (1,)), TensorSpec("png", "BYTES", (1,)))
-        )
+        others = {"step": "INT32", "steps": "INT32", "finish_reason": "BYTES", "png": "BYTES"}
+        self.signature = Signature(inputs, (image, *(TensorSpec(*each, (1,)) for each in others.items())))
 
     def _picture_format(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
         """Return the pixels of a sample's side / its length, channels, inputs, and whether there is guidance."""
@@ -111,7 +110,7 @@ class Pipeline:
     @torch.inference_mode()
     def prepare(self, inputs: Arrays, seed: int, options: StepOptions) -> Denoising:
         generator = torch.Generator().manual_seed(seed)
-        height, width = (int(side) // self._scale for side in options.size.split("x"))
+        width, height = (int(side) // self._scale for side in options.size.split("x"))
         shape = (1, self._unet.config.in_channels, height, width)
         sample = randn_tensor(shape, generator, self._torch_device, self._dtype)
         state = Denoising(self._make_scheduler(), options.steps or 1, sample, generator)
@@ -221,7 +220,7 @@ def _check_sizes(sizes: Sequence[str], unit: int) -> None:
     for size in sizes:
         is_size = re.fullmatch(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", size)
         if not is_size or any(int(side) % unit for side in size.split("x")):
-            raise ConfigError(f"sizes has {size!r}: give height x width, multiples of {unit} up to 9999, as 512x512")
+            raise ConfigError(f"sizes has {size!r}: give width x height, multiples of {unit} up to 9999, as 512x512")
 
 
 def _scheduler_maker(folder: Path, *, is_ddim: bool) -> Callable[[], Any]:

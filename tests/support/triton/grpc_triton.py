@@ -16,7 +16,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 Answer = Iterator[pb.ModelStreamInferResponse]
-_ENCODERS = {  # inputs and outputs
+_PAINTER = (("label",), ("image", "step", "steps", "finish_reason", "png"))  # inputs and outputs
+_ENCODERS = {
     "embedder": (("text",), ("embedding", "num_input_tokens")),
     "reranker": (("query", "text"), ("score", "num_input_tokens")),
     "classifier": (("text",), ("scores", "label", "num_input_tokens")),
@@ -136,7 +137,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         config = answer.config
         config.model_transaction_policy.decoupled = not request.name.endswith(("_infer", *_ENCODERS))
         for tensors, names in zip(
-            (config.input, config.output), _ENCODERS.get(request.name, _OF_TEXT_MODEL), strict=True
+            (config.input, config.output),
+            {**_ENCODERS, "painter": _PAINTER}.get(request.name, _OF_TEXT_MODEL),
+            strict=True,
         ):
             for name in names:
                 tensors.add(name=name)
@@ -160,6 +163,29 @@ class Refused(Exception):
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
         self.code, self.text = code, text
+
+
+def paint(asked: Asked, *steps: int, of: int = 20, reason: str = "stop") -> Answer:
+    """Yield a picture after each of the steps: previews, and the last one. Its size is 2 x 1, its value the step."""
+    for step in steps or (of,):
+        is_file = asked.message.parameters["format"].string_param == "png_base64"
+        picture = {"png": f"PNG {step}"} if is_file else {"image": ("UINT8", "B", [step, 0])}
+        answer = response(
+            asked.message,
+            **picture,
+            step=("INT32", "i", [step]),
+            steps=("INT32", "i", [of]),
+            finish_reason=reason if step == (steps or (of,))[-1] else "None",
+        )
+        if not is_file:
+            answer.infer_response.outputs[0].shape.extend([2, 1, 1])
+        yield answer
+
+
+def parameters(asked: Asked) -> dict[str, str]:
+    """Return the parameters that are texts and not empty."""
+    given = asked.message.parameters
+    return {name: given[name].string_param for name in given if given[name].string_param}
 
 
 def say_words(asked: Asked) -> Answer:

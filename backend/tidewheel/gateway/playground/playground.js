@@ -3,6 +3,8 @@
 
 const byId = (id) => document.getElementById(id);
 const history = []; // messages of the chat, without the system message
+const NUM_PREVIEWS = 12; // at most
+let tasks = {}; // "generate" or "draw", by model
 let remedies = {}; // what to do, by tag of an error
 let running = null; // AbortController of the open request
 
@@ -24,9 +26,11 @@ async function loadModels() {
       return;
     }
     const chosen = byId("model").value;
-    body.data = body.data.filter((one) => one.task === "generate");
+    body.data = body.data.filter((one) => one.task === "generate" || one.task === "draw");
+    tasks = Object.fromEntries(body.data.map((one) => [one.id, one.task]));
     byId("model").replaceChildren(...body.data.map((one) => new Option(one.id, one.id)));
     if (body.data.some((one) => one.id === chosen)) byId("model").value = chosen;
+    showFields();
     const count = body.data.length;
     server.textContent = count ? `${count} model${count > 1 ? "s" : ""} ready` : "No model is ready";
     server.className = body.data.length ? "" : "bad";
@@ -51,7 +55,17 @@ function readSchema() {
   }
 }
 
-const isChat = () => document.querySelector("input[name=mode]:checked").value === "chat";
+const chosenIn = (name) => document.querySelector(`input[name=${name}]:checked`).value;
+const isChat = () => chosenIn("mode") === "chat";
+const isPicture = () => tasks[byId("model").value] === "draw";
+
+function pictureBody(prompt) {
+  const body = { model: byId("model").value, priority: Number(byId("priority").value), stream: true, partial_images: NUM_PREVIEWS };
+  const isLabel = chosenIn("drawn-from") === "label";
+  body[isLabel ? "label" : "prompt"] = isLabel && Number.isInteger(Number(prompt)) ? Number(prompt) : prompt;
+  for (const name of ["steps", "seed"]) if (byId(name).value) body[name] = Number(byId(name).value);
+  return body;
+}
 
 function bodyOf(prompt, schema) {
   const system = byId("system").value.trim();
@@ -70,8 +84,8 @@ function bodyOf(prompt, schema) {
 
 async function ask(prompt, schema) {
   const turn = new Turn(prompt, Boolean(schema));
-  const path = isChat() ? "v1/chat/completions" : "v1/completions";
-  const body = bodyOf(prompt, schema);
+  const path = isPicture() ? "v1/images/generations" : isChat() ? "v1/chat/completions" : "v1/completions";
+  const body = isPicture() ? pictureBody(prompt) : bodyOf(prompt, schema);
   setRunning(new AbortController());
   try {
     const answer = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
@@ -101,7 +115,9 @@ async function readEvents(answer, turn) {
       if (!line.startsWith("data: ")) continue;
       const data = line.slice(6);
       if (data === "[DONE]") return;
-      turn.take(JSON.parse(data));
+      const part = JSON.parse(data);
+      turn.take(part);
+      if (part.type === "image_generation.completed") return;
     }
   }
   if (!turn.hasFailed) turn.fail({ message: "The stream broke off before its end." });
@@ -124,6 +140,7 @@ class Turn {
     this.id = "";
     this.reason = "";
     this.usage = null;
+    this.picture = null; // an element
     this.hasFailed = false;
   }
 
@@ -133,17 +150,34 @@ class Turn {
 
   take(part) {
     if (part.error) return this.fail(part.error);
+    if (part.b64_json) return this.takePicture(part);
     if (part.usage) this.usage = part.usage;
     for (const choice of part.choices || []) this.takeChoice(choice);
   }
 
+  noteTime() {
+    this.lastAt = performance.now();
+    this.firstAt = this.firstAt || this.lastAt;
+  }
+
+  takePicture(part) {
+    this.noteTime();
+    if (!this.picture) {
+      const picture = document.createElement("img");
+      picture.addEventListener("load", () => {
+        picture.classList.toggle("tiny", picture.naturalWidth < 160);
+        scrollToEnd();
+      }, { once: true });
+      this.find(".text").after(picture);
+      this.picture = picture;
+    }
+    this.picture.src = `data:image/png;base64,${part.b64_json}`;
+    this.picture.alt = this.reason = `step ${part.step} of ${part.steps}`;
+  }
+
   takeChoice(choice) {
     const said = choice.delta || choice.message || { content: choice.text };
-    const news = said.content || said.reasoning_content || said.tool_calls;
-    if (news) {
-      this.lastAt = performance.now();
-      this.firstAt = this.firstAt || this.lastAt;
-    }
+    if (said.content || said.reasoning_content || said.tool_calls) this.noteTime();
     const pane = byId("turns");
     const isAtEnd = pane.scrollHeight - pane.scrollTop - pane.clientHeight < 80;
     if (said.reasoning_content) {
@@ -172,13 +206,13 @@ class Turn {
 
   end() {
     this.find(".answer").classList.remove("open");
-    const isStreamed = byId("stream").checked;
+    const isStreamed = this.picture || byId("stream").checked;
     const seconds = (from, to) => (from && to ? `${((to - from) / 1000).toFixed(2)} s` : null);
     const count = this.usage?.completion_tokens;
     const after = (this.lastAt - this.firstAt) / 1000;
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     const rows = {
-      "first token": isStreamed ? seconds(this.started, this.firstAt) : null,
+      [this.picture ? "first picture" : "first token"]: isStreamed ? seconds(this.started, this.firstAt) : null,
       "tokens/s": isStreamed && count > 1 && after > 0 ? ((count - 1) / after).toFixed(1) : null,
       "in all": seconds(this.started, this.lastAt),
       "tokens in": this.usage ? `${this.usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}` : null,
@@ -193,7 +227,7 @@ class Turn {
       row.append(Object.assign(document.createElement("dd"), { textContent: value }));
       this.find(".figures").append(row);
     }
-    if (this.find(".text").textContent === "" && !this.hasFailed) this.find(".text").textContent = "(no text)";
+    if (this.find(".text").textContent === "" && !this.picture && !this.hasFailed) this.find(".text").textContent = "(no text)";
     scrollToEnd();
   }
 }
@@ -232,10 +266,16 @@ byId("clear").addEventListener("click", () => {
 });
 byId("key").addEventListener("change", loadModels);
 byId("schema").addEventListener("change", readSchema);
-byId("mode").addEventListener("change", () => {
+function showFields() {
+  const isDrawn = isPicture();
+  for (const part of document.querySelectorAll(".of-texts")) part.hidden = isDrawn;
+  document.querySelector(".of-pictures").hidden = !isDrawn;
   byId("system-field").hidden = !isChat();
-  byId("prompt").placeholder = isChat() ? "Message" : "Text that the model continues";
-});
+  const ofText = isChat() ? "Message" : "Text that the model continues";
+  const ofPicture = chosenIn("drawn-from") === "label" ? "Number of the label" : "What the picture shows";
+  byId("prompt").placeholder = isDrawn ? ofPicture : ofText;
+}
+for (const id of ["mode", "model", "drawn-from"]) byId(id).addEventListener("change", showFields);
 document.querySelector("#settings form").addEventListener("submit", (event) => event.preventDefault());
 byId("settings").open = !matchMedia("(max-width: 760px)").matches;
 fetch("playground/errors.json").then(async (answer) => { remedies = answer.ok ? await answer.json() : {}; });

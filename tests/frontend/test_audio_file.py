@@ -61,4 +61,4 @@ def test_a_small_file_of_many_channels_takes_the_memory_of_one() -> None:
     samples = read_audio(file.getvalue(), 30)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(samples) == 16_000 * 29 and peak < 3.5 * samples.nbytes
+    assert len(samples) == 16_000 * 29 and peak < 6 * samples.nbytes  # whole, it takes 9

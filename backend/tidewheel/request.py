@@ -87,7 +87,7 @@ class Request:
     bucket: str = ""  # of a request without text: only requests of one bucket share a step
     inputs: Mapping[str, npt.NDArray[Any]] | None = None  # until a one-shot request runs, or to the end
     step_options: Any = None  # `StepOptions` of a model that takes many steps
-    encoder_tokens: int = 0  # that an encoder computes of `inputs` as the request enters, unless it has them
+    encoder_tokens: int = 0  # positions that an encoder computes of `inputs`, unless they are cached
     leader: Request | None = None  # first of `n` requests with one prompt; the others fork its prompt blocks
 
     num_prompt_tokens: int = field(init=False)

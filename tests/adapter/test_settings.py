@@ -285,6 +285,12 @@ def test_twin_agrees_with_its_engine(tmp_path: Path) -> None:
             ["max_num_seqs", "demo", "engine_of"],
         ),
         ({"engine_of": "x"}, "tidewheel", {"engine_of": "demo"}, ["engine_of", "twin", "'x'"]),
+        (
+            {"model": "m", "adapter": "diffusers"},
+            "tidewheel",
+            {"engine_of": "demo"},
+            ["'demo', which has an adapter"],
+        ),
         ({"model": "m"}, "python", {"engine_of": "demo"}, ["demo/config.pbtxt", "'python'"]),
         ({"modle": "m"}, "tidewheel", {"engine_of": "demo"}, ["'modle'", "'model'"]),
     ],

@@ -237,8 +237,8 @@ def test_slots_take_memory_before_the_cache(case: Case, monkeypatch: pytest.Monk
     parts = load_parts(case.config, lambda stage, fraction: None)
     assert parts.encoder is not None and parts.encoder.num_slots == parts.info.max_num_seqs == 3
     slot_bytes = parts.encoder._kv.num_bytes // 3
-    assert parts.encoder.bytes_to_come > 3 * slot_bytes
-    monkeypatch.setattr(encoder_cache, "MOST_OF_FREE", 0.0)
+    assert parts.encoder.unbacked_bytes > 3 * slot_bytes
+    monkeypatch.setattr(encoder_cache, "MAX_FREE_SHARE", 0.0)
     parts = load_parts(case.config, lambda stage, fraction: None)
     assert parts.encoder is not None and parts.encoder.num_slots == parts.info.max_num_seqs == 1
 

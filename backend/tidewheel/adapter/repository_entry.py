@@ -186,6 +186,8 @@ def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, ob
         raise ConfigError(
             f"engine_of of {twin.name!r} is {name!r}, itself a twin: name {settings['engine_of']!r} instead"
         )
+    if "adapter" in with_kind(settings, folder / owner.version):
+        raise ConfigError(f"engine_of of {twin.name!r} is {name!r}, which has an adapter: such models have no twins")
     return owner, settings
 
 

@@ -250,7 +250,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ) -> Delta:
         error, outputs = request.error, None
         if request.finish_reason is FinishReason.DEADLINE and request.progress is not None:
-            request.outputs = request.progress.at_deadline()
+            request.outputs = request.progress.deadline_outputs()
         try:
             outputs = None if request.outputs is None else PackedTensors.of(request.outputs, is_result=True)
         except Busy as full:

@@ -27,7 +27,7 @@ MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
 MAX_BAD_TOKENS = 4096
 SAMPLES_PER_TOKEN = 320  # of Whisper's encoder
-MAX_SAMPLE = 4.0  # of audio; resampling passes 1 by little
+MAX_SAMPLE = 4.0  # of audio; resampling may pass 1 a little
 MAX_PROMPT_LOGPROBS = 1 << 17  # a message of some 2 MB, between two steps
 
 
@@ -56,7 +56,7 @@ def to_requests(
     if info.offer is not None:
         step_options = info.offer.completed(message.step_options or StepOptions())
     inputs, bucket = _inputs(message, info, is_remote=config.is_remote)
-    salt = None if info.signature is not None or inputs is None else _content(inputs["audio"])
+    content_hash = None if info.signature is not None or inputs is None else _content_hash(inputs["audio"])
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
     ttl = _session_ttl(options, config)
@@ -74,7 +74,7 @@ def to_requests(
             bad_words_ids=message.bad_words_ids,
             logit_bias=checked.logit_bias,
             grammar=None if grammar is None else RowGrammar(grammar, message.end_token_ids),
-            cache_salt=options.cache_salt if salt is None else f"{options.cache_salt}\0{salt}",
+            cache_salt=options.cache_salt if content_hash is None else f"{options.cache_salt}\0{content_hash}",
             pooling=message.pooling,
             tenant=options.tenant,
             deadline=_seconds(message.deadline_ns),
@@ -159,7 +159,7 @@ def _check_samples(audio: Array) -> None:
         raise InvalidRequest(f"audio has samples of {largest:g}: they must lie in -1 to 1")
 
 
-def _content(audio: Array) -> str:
+def _content_hash(audio: Array) -> str:
     return hashlib.blake2b(audio.tobytes(), digest_size=16).hexdigest()
 
 

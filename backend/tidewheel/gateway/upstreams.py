@@ -108,7 +108,7 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
 def _bytes(value: object) -> bytes:
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
-    if isinstance(value, bytes):  # a file of sound, from whose beginning no cache follows
+    if isinstance(value, bytes):  # audio, which shares no cached prefix
         return value[:BYTES_PER_TOKEN]
     try:
         return array("i", value).tobytes()  # type: ignore[call-overload, no-any-return]

@@ -176,7 +176,7 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
 
 def _check_speech(config: EngineConfig) -> None:
     if config.deterministic:
-        raise ConfigError(f"deterministic is true: {WHISPER} has no such products; set it to false")
+        raise ConfigError(f"deterministic is true: {WHISPER} has no batch-invariant products; set it to false")
     if config.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}: {WHISPER} has no scales for it; set it to auto or int8"

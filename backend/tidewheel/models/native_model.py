@@ -10,7 +10,7 @@ from tidewheel.models.linear import FormatChoice, GroupFormat, Linear, Weights
 
 
 class NativeModel(CausalLM):
-    """To load weights, copy to `destinations`, fill layers `to_fill`, then call `pack`."""
+    """Model of native layers. Its loader copies to `destinations`, fills layers `to_fill`, then calls `pack`."""
 
     is_capturable = True
     lm_head: Linear
@@ -29,7 +29,7 @@ class NativeModel(CausalLM):
         self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
         self._linears = weights.linears
         self._copies: dict[Linear, GroupFormat] = {}
-        self.copy_bytes = 0  # of `weights_bytes`
+        self.copy_bytes = 0  # quantised copy, part of `weights_bytes`
 
     def build(self, weights: Weights) -> None:
         """Make the layers, `shape` and `lm_head`."""

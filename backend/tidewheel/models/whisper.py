@@ -168,7 +168,7 @@ class TextLayer:
 
 class Whisper(NativeModel):
     config: WhisperConfig
-    is_capturable = False  # a trial decides
+    is_capturable = False  # CUDA graphs only after a trial
 
     def build(self, weights: Weights) -> None:
         config, prefix = self.config, "model.decoder."

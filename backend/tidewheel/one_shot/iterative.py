@@ -1,4 +1,4 @@
-"""Models that take many steps, such as diffusion pipelines: a step of the scheduler is a step of each of its rows."""
+"""Models that take many steps, such as diffusion pipelines: each scheduled row computes one step."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class IterativeModel(Protocol):
     def prepare(self, inputs: Arrays, seed: int, options: StepOptions) -> State: ...
 
     def step(self, states: Sequence[State]) -> list[bool]:
-        """Compute the next step of each, of one size. Return which are finite."""
+        """Compute the next step of states of one size. Return which samples are finite."""
 
     def decode(self, states: Sequence[State]) -> list[Arrays]:
-        """Return the outputs, also before the last step."""
+        """Return each state's picture, or before its last step a preview."""
 
 
 class Progress:
-    """State of a request that has begun. It stays with the request while others preempt it."""
+    """Model state and step count of a request, kept while it is preempted."""
 
     def __init__(self, model: IterativeModel, state: State, options: StepOptions) -> None:
         self.state, self.num_steps = state, 0
         self._model, self._options = model, options
 
     @property
-    def is_shown(self) -> bool:
-        """Return whether the last step gives an output: a preview, or the result."""
+    def has_output(self) -> bool:
+        """Return whether a preview or the result follows the last step."""
         every = self._options.preview_every
         return self.num_steps == self._options.steps or bool(every and self.num_steps % every == 0)
 
     def with_step(self, outputs: Arrays) -> Arrays:
         return {**outputs, "step": np.array([self.num_steps], np.int32)}
 
-    def at_deadline(self) -> Arrays | None:
-        """Return what the request's owner gets at its deadline; None: an error."""
+    def deadline_outputs(self) -> Arrays | None:
+        """Return the preview at a deadline; None: an error."""
         if self._options.on_deadline == "error" or not self.num_steps:
             return None
         try:
@@ -70,7 +70,7 @@ class Progress:
 
 
 class IterativeRunner:
-    """Runner that stands where `ModelRunner` stands. If a batch fails, each of its requests is tried alone, once."""
+    """Runner with `ModelRunner`'s interface. If a batch fails, each of its requests is tried alone, once."""
 
     def __init__(self, model: IterativeModel, config: EngineConfig, load_seconds: float = 0.0) -> None:
         self._model = model
@@ -95,7 +95,7 @@ class IterativeRunner:
         return cls(model, config, time.monotonic() - begin)
 
     def launch(self, batch: ScheduledBatch) -> FinishedRun:
-        """Compute a step of each request, and the outputs of those that show one."""
+        """Compute a step of each request, and the previews and results that follow."""
         for row in batch.freed_rows.tolist():
             self._rows.pop(row, None)
         self._rows |= {new.row: new.request for new in batch.new_rows}
@@ -114,13 +114,13 @@ class IterativeRunner:
         return [None] * len(requests)
 
     def _advance(self, requests: Sequence[Request]) -> None:
-        for request, is_finite in each_of(requests, lambda some: self._model.step(_states(some))):
+        for request, is_finite in each_of(requests, lambda group: self._model.step(_states(group))):
             request.progress.num_steps += 1
             if not is_finite:
                 step = f"step {request.progress.num_steps}"
                 request.error = NumericError(f"{step} is not finite (NaN or infinite); only this request is affected")
-        shown = [request for request in requests if request.error is None and request.progress.is_shown]
-        for request, outputs in each_of(shown, lambda some: self._model.decode(_states(some))):
+        shown = [request for request in requests if request.error is None and request.progress.has_output]
+        for request, outputs in each_of(shown, lambda group: self._model.decode(_states(group))):
             request.outputs = request.progress.with_step(outputs)
 
 

@@ -17,39 +17,39 @@ from tidewheel_kernels import AttentionMetadata
 
 log = logging.getLogger(__name__)
 
-MOST_OF_FREE = 0.25  # of memory, for slots
+MAX_FREE_SHARE = 0.25  # of memory, for slots
 NO_SLOT = -1
 
 
 class EncoderCache:
     """Cross-attention keys and values of encoded audio, a slot for each content.
 
-    A slot stays while a row reads it. Of the others, the one that was assigned longest ago is replaced first.
+    A slot stays while a row reads it; of the others, the least recently assigned is replaced first.
     """
 
     def __init__(
         self, model: Whisper, layout: CacheLayout, *, max_num_seqs: int, max_num_tokens: int, free_bytes: int
     ) -> None:
-        """Take at most `MOST_OF_FREE` of `free_bytes`, but one slot at least."""
+        """Take at most `MAX_FREE_SHARE` of `free_bytes`, but one slot at least."""
         from transformers import WhisperFeatureExtractor  # importing it takes seconds
 
         config, device = model.config, model.device
         self._model, self._num_positions = model, config.max_source_positions
         num_blocks = -(-config.max_source_positions // layout.block_size)
         slot_bytes = num_blocks * layout.block_bytes
-        self.num_slots = max(1, min(max_num_seqs, int(free_bytes * MOST_OF_FREE) // slot_bytes))
+        self.num_slots = max(1, min(max_num_seqs, int(free_bytes * MAX_FREE_SHARE) // slot_bytes))
         self._kv = KVTensors(layout, self.num_slots * num_blocks, device)
         blocks = torch.arange(self.num_slots * num_blocks, dtype=torch.int32, device=device)
         self._blocks = blocks.view(self.num_slots, num_blocks)
-        self._table = torch.zeros((self.num_slots + 1, num_blocks), dtype=torch.int32, device=device)  # by row
+        self._row_blocks = torch.zeros((self.num_slots + 1, num_blocks), dtype=torch.int32, device=device)  # by row
         self._positions = torch.arange(config.max_source_positions, device=device)
         self._slot_tokens = num_blocks * layout.block_size
-        self._slots = np.full(self.num_slots, NO_SLOT)  # by row
-        self._free = list(range(self.num_slots))
-        self._found: dict[tuple[str, str], int] = {}  # slot by tenant and content, the latest last
+        self._row_slots = np.full(self.num_slots, NO_SLOT)
+        self._free_slots = list(range(self.num_slots))
+        self._cached: dict[tuple[str, str], int] = {}  # slot by tenant and content, the latest last
         self._starts = torch.arange(max_num_tokens + 1, dtype=torch.int32, device=device)
         self._lengths = torch.full((max_num_tokens,), config.max_source_positions, dtype=torch.int32, device=device)
-        self._host = self._starts.cpu().numpy(), self._lengths.cpu().numpy()
+        self._host_meta = self._starts.cpu().numpy(), self._lengths.cpu().numpy()
         seconds = config.max_source_positions // POSITIONS_PER_SECOND
         self._features = WhisperFeatureExtractor(  # type: ignore[no-untyped-call]
             feature_size=config.num_mel_bins, chunk_length=seconds
@@ -58,28 +58,28 @@ class EncoderCache:
         log.info("encoded audio: %d slots of %s", self.num_slots, shown_bytes(slot_bytes))
 
     @property
-    def bytes_to_come(self) -> int:
-        """Return the bytes of a run of the encoder, and on a CPU those of the slots, which no memory backs yet."""
+    def unbacked_bytes(self) -> int:
+        """Return the bytes of an encoder run, and on a CPU those of the slots, which are not touched yet."""
         slots = self._kv.num_bytes if self._kv.device.type == "cpu" else 0
         return slots + self._model.encoder_activation_bytes
 
     def update(self, batch: ScheduledBatch) -> None:
-        """Give new rows the slots of their audio, which is encoded if it has none."""
-        self._slots[batch.freed_rows] = NO_SLOT
+        """Assign new rows the slots of their audio; encode audio that has no slot."""
+        self._row_slots[batch.freed_rows] = NO_SLOT
         for new in batch.new_rows:
-            self._slots[new.row] = NO_SLOT
+            self._row_slots[new.row] = NO_SLOT
             if new.request.inputs is not None:  # a warm-up has none
-                slot = self._slots[new.row] = self._slot_of(new.request)
-                self._table[new.row].copy_(self._blocks[slot])
+                slot = self._row_slots[new.row] = self._slot_of(new.request)
+                self._row_blocks[new.row].copy_(self._blocks[slot])
 
     def input(self, inputs: DeviceInputs) -> EncoderInput:
         count, rows = len(inputs.positions), inputs.rows
         if count > len(rows):
             rows = rows.repeat_interleave(inputs.cu_seqlens_q.diff(), output_size=count)
-        starts, lengths = self._host
+        starts, lengths = self._host_meta
         meta = AttentionMetadata(
             slot_mapping=inputs.slot_mapping,
-            block_tables=self._table.index_select(0, rows),
+            block_tables=self._row_blocks.index_select(0, rows),
             cu_seqlens_q=self._starts[: count + 1],
             seq_lens=self._lengths[:count],
             max_seqlen_q=1,
@@ -92,20 +92,20 @@ class EncoderCache:
 
     def _slot_of(self, request: Request) -> int:
         key = request.tenant, request.cache_salt  # which covers the content
-        slot = self._found.pop(key, None)
+        slot = self._cached.pop(key, None)
         if slot is None:
-            slot = self._free.pop() if self._free else self._found.pop(self._oldest())
+            slot = self._free_slots.pop() if self._free_slots else self._cached.pop(self._least_recent())
             try:
                 self._encode(request, slot)
             except BaseException:
-                self._free.append(slot)
+                self._free_slots.append(slot)
                 raise
-        self._found[key] = slot
+        self._cached[key] = slot
         return slot
 
-    def _oldest(self) -> tuple[str, str]:
-        in_use = set(self._slots.tolist())
-        return next(key for key, slot in self._found.items() if slot not in in_use)
+    def _least_recent(self) -> tuple[str, str]:
+        in_use = set(self._row_slots.tolist())
+        return next(key for key, slot in self._cached.items() if slot not in in_use)
 
     def _encode(self, request: Request, slot: int) -> None:
         assert request.inputs is not None

@@ -126,7 +126,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
     needs = {"steps and graphs": memory.activations + memory.graphs + staging_bytes}
     if parts.encoder is not None:
-        needs |= {"encoded audio": parts.encoder.bytes_to_come}
+        needs |= {"encoded audio": parts.encoder.unbacked_bytes}
     if parts.claim is not None:
         needs |= {"weights": parts.info.weights_bytes, "swap_space": num_host_blocks * layout.block_bytes}
     budget = cache_budget(config, layout, parts.info.max_model_len, needs, device, parts.claim)

@@ -66,19 +66,19 @@ class StepPlanner:
         return plan
 
     def _plan_turn(self, turns: ShapeTurns, rows: RowArray, starts: Int32Array) -> None:
-        for heads in (self._heads(), []):  # if no head can enter, running rows take the turn
+        for heads in (self._next_waiting(), []):  # if no head can enter, running rows take the turn
             if self._plan.is_empty and (heads or len(rows)):
                 chosen = self._choose_rows(turns, rows, heads)
                 self._plan_decodes(rows[chosen], starts[chosen])
                 self._plan_entries()
 
-    def _heads(self) -> list[Request]:
+    def _next_waiting(self) -> list[Request]:
         """Return the first waiting requests, as many as rows are free; else one that may preempt."""
         columns, num_free = self._state.columns, self._num_free_rows()
         candidates = self._state.waiting.candidates(with_new=self._plan.limits.max_joins > 0)
         can_preempt = columns.classes[columns.running].max(initial=0) > Priority.CRITICAL
         heads = islice(candidates, max(num_free, 1))
-        return [head for head in heads if num_free > 0 or (can_preempt and self._may_make_way(head))]
+        return [head for head in heads if num_free > 0 or (can_preempt and self._may_preempt(head))]
 
     def _choose_rows(self, turns: ShapeTurns, rows: RowArray, heads: list[Request]) -> RowArray:
         """Choose the step's turn. Return indices of the rows to compute: in a slice, those that waited longest."""
@@ -87,21 +87,21 @@ class StepPlanner:
         shapes = [request.bucket for request in columns.requests(rows)]
         active = [
             *map(Turn, shapes, is_critical.tolist()),
-            *(Turn(one.bucket, self._may_make_way(one)) for one in heads),
+            *(Turn(one.bucket, self._may_preempt(one)) for one in heads),
         ]
         plan.turn = turn = turns.choose(dict.fromkeys(active))
-        plan.bucket, most = turn.shape, turns.most_rows(turn.shape, plan.limits.slice_s)
+        plan.bucket, most = turn.shape, turns.max_rows(turn.shape, plan.limits.slice_s)
         chosen = np.flatnonzero((np.array(shapes, object) == turn.shape) & (is_critical | (not turn.is_urgent)))
         if most is not None:
             plan.token_budget = most
             chosen = chosen[columns.last_step[rows[chosen]].argsort(kind="stable")[:most]]
         return chosen
 
-    def _of_turn(self, candidates: Iterable[Request], turn: Turn) -> Iterator[Request]:
+    def _in_turn(self, candidates: Iterable[Request], turn: Turn) -> Iterator[Request]:
         """Yield requests of the turn. Each better one of another turn keeps a row free."""
         num_free = self._num_free_rows()
         for request in candidates:
-            if request.bucket == turn.shape and (self._may_make_way(request) or not turn.is_urgent):
+            if request.bucket == turn.shape and (self._may_preempt(request) or not turn.is_urgent):
                 yield request
             elif (num_free := num_free - 1) < 1:
                 return
@@ -163,7 +163,7 @@ class StepPlanner:
         candidates = state.waiting.candidates(with_new=self._plan.num_joined < self._plan.limits.max_joins)
         bucket, turn = self._plan.bucket, self._plan.turn
         if turn is not None:
-            candidates = self._of_turn(candidates, turn)
+            candidates = self._in_turn(candidates, turn)
         waiting = (
             request
             for request in candidates
@@ -207,7 +207,7 @@ class StepPlanner:
         plan = self._plan
         if not plan.may_share(level_of(self._state.policy, request)) or self._exceeds_batch(request):
             return False
-        if self._may_make_way(request):
+        if self._may_preempt(request):
             return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
         if plan.token_budget < 1 or self._needs_row():
             return False
@@ -249,7 +249,7 @@ class StepPlanner:
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
-        if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
+        if self._may_preempt(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
         if self._growth is None:
             self._growth = GrowthForecast(state)
@@ -271,7 +271,7 @@ class StepPlanner:
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
-        if not self._may_make_way(request):
+        if not self._may_preempt(request):
             return False
         victims = victims_for(state, plan, request, hit, needs_row=self._needs_row())
         for row in victims:
@@ -280,7 +280,7 @@ class StepPlanner:
         self._growth = None
         return bool(victims)
 
-    def _may_make_way(self, request: Request) -> bool:
+    def _may_preempt(self, request: Request) -> bool:
         state = self._state
         is_critical = state.policy.by_class and request.service_class is Priority.CRITICAL
         return is_critical and (not request.bucket or state.turns is not None)

@@ -3,11 +3,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 PERIOD_S = 0.25  # between readings
+MIN_NICED = 0.01  # of a processor, smoothed
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _USER, _SYSTEM = 11, 12  # of /proc/PID/stat, after the name
 _NICED, _IDLE, _IO_WAIT = 2, 4, 5  # of a line of /proc/stat
@@ -21,12 +22,29 @@ class ProcessorUse(NamedTuple):
     waited: float = 0.0  # by threads of this process that were ready to run
     niced: float = 0.0  # by processes that give way, unless this one does too
 
+    @property
+    def free(self) -> int:
+        """Processors that the processes asked about use or may have."""
+        return int(self.used + self.idle + self.niced + 0.5)
+
+
+class NicedNeighbours:
+    """Processes that give way: whether some run, and leave `count` processors."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._niced = count, 0.0
+
+    def observe(self, use: ProcessorUse) -> bool:
+        self._niced += (use.niced - self._niced) / 2
+        return self._niced > MIN_NICED and use.free >= self._count
+
 
 class ProcessorMeter:
     """Reader of `ProcessorUse` since the last reading, by this process and `pids`."""
 
     def __init__(self, *pids: int, counts_waits: bool = False, period_s: float = PERIOD_S) -> None:
         self._pids, self._counts_waits, self._period_s = pids, counts_waits, period_s
+        self._names = {f"cpu{number}".encode() for number in os.sched_getaffinity(0)}
         self._read_at, self._seconds = time.monotonic(), self._read()
 
     def read(self) -> ProcessorUse | None:
@@ -43,7 +61,7 @@ class ProcessorMeter:
     def _read(self) -> tuple[float, ...]:
         try:
             used = time.process_time() + sum(map(_seconds_of, self._pids))
-            idle, niced = _left_seconds()
+            idle, niced = _left_seconds(self._names)
             return used, idle, sum(_waited_seconds()) if self._counts_waits else 0.0, niced
         except (OSError, ValueError, IndexError):
             return ()
@@ -57,8 +75,7 @@ def _seconds_of(pid: int) -> float:
     return (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_S
 
 
-def _left_seconds() -> tuple[float, float]:
-    names = {f"cpu{number}".encode() for number in os.sched_getaffinity(0)}
+def _left_seconds(names: Collection[bytes]) -> tuple[float, float]:
     lines = [line for line in map(bytes.split, Path("/proc/stat").read_bytes().splitlines()) if line[0] in names]
     niced, idle, io_wait = (sum(int(line[field]) for line in lines) * _TICK_S for field in (_NICED, _IDLE, _IO_WAIT))
     return idle + io_wait, 0.0 if os.getpriority(os.PRIO_PROCESS, 0) > 0 else niced

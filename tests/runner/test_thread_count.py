@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
+from unittest import mock
 
 import pytest
 
-from tidewheel.processor_use import ProcessorMeter, ProcessorUse
+from tidewheel.processor_use import PERIOD_S, ProcessorMeter, ProcessorUse
 from tidewheel.runner import thread_count
 from tidewheel.runner.short_waits import ShortWaits
-from tidewheel.runner.thread_count import LONG_STEP_TOKENS, StepThreads
+from tidewheel.runner.thread_count import LONG_STEP_TOKENS, LOOK_S, StepThreads
 
 
 def test_threads_that_nobody_holds_up_stay() -> None:
@@ -51,16 +52,26 @@ def test_a_fixed_number_stays_and_is_late_until_threads_work_undisturbed() -> No
     assert not threads.are_late
 
 
-def test_the_first_step_after_a_pause_is_looked_at_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    pause, start = ProcessorUse(used=0.1, idle=1.9), ProcessorUse(used=1.1, idle=0.1, waited=0.8)
-    uses: list[ProcessorUse | None] = [pause, start, None]
+def test_processes_that_give_way_are_noticed_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    monkeypatch.setattr(ProcessorMeter, "read", lambda _: uses.pop(0))
+    monkeypatch.setattr(ProcessorMeter, "read", lambda _: ProcessorUse(used=0.0, idle=1.0, niced=1.0))
     monkeypatch.setattr(ShortWaits, "turn", lambda _, is_on: turns.put(is_on))
-    monkeypatch.setattr(thread_count, "LOOK_S", 0.0)
-    threads = StepThreads(2, is_fixed=True)
-    threads.adapt(LONG_STEP_TOKENS)
-    assert [turns.get(timeout=60), turns.get(timeout=60)] == [False, True]
+    monkeypatch.setattr(thread_count, "PERIOD_S", 0.001)
+    threads = StepThreads(2)
+    assert not turns.get(timeout=60) and threads.are_bound
+
+
+def test_the_first_step_after_a_pause_is_looked_at_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[object] = []
+    use, has_begun, threads = ProcessorUse(used=1.1, idle=0.1), mock.Mock(), mock.Mock()
+    has_begun.wait.side_effect = [False, True, True]
+    threads.follow = log.append
+    monkeypatch.setattr("time.sleep", log.append)
+    monkeypatch.setattr(ProcessorMeter, "read", lambda _: log.append("read") or use)  # type: ignore[func-returns-value]
+    alive = iter((threads, threads, threads))
+    with pytest.raises(StopIteration):
+        thread_count._watch(lambda: next(alive), has_begun)
+    assert log == ["read", use, "read", LOOK_S, "read", use, PERIOD_S, "read", use]
 
 
 def test_threads_are_bound_while_others_give_way_and_leave_a_processor_for_each() -> None:

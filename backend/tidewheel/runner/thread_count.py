@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import torch
 
-from tidewheel.processor_use import ProcessorMeter, ProcessorUse
+from tidewheel.processor_use import PERIOD_S, NicedNeighbours, ProcessorMeter, ProcessorUse
 from tidewheel.runner.short_waits import ShortWaits
 from tidewheel_kernels.native.own_processors import OwnProcessors
 
 MAX_LATE = 0.35  # of the time, by all threads of a step together
 LONG_STEP_TOKENS = 256  # products take milliseconds: a late thread then costs no more than one that is left out
-PAUSE_USE = 0.5  # of a processor: less since the last reading tells nothing of threads in steps
-LOOK_S = 0.05
-MIN_NICED = 0.01  # of a processor, smoothed
+LOOK_S = 0.05  # after the start of a step that ends a pause
 
 
 class StepThreads:
@@ -26,38 +26,27 @@ class StepThreads:
     def __init__(self, most: int, *, is_fixed: bool = False) -> None:
         self._most = self.count = self._set = most
         self._is_fixed = is_fixed
-        self.are_late, self.are_bound, self._niced = False, False, 0.0
-        self._waits, self._lock, self.own = ShortWaits(), threading.Lock(), OwnProcessors(most)
-        self._meter = ProcessorMeter(counts_waits=True)
+        self.are_late, self.are_bound = False, False
+        self._waits, self.own, self._way = ShortWaits(), OwnProcessors(most), NicedNeighbours(most)
+        self._has_begun = threading.Event()  # a step
+        watch = (weakref.ref(self), self._has_begun)
+        threading.Thread(target=_watch, args=watch, name="step-threads", daemon=True).start()
 
     def adapt(self, num_tokens: int) -> None:
         """Set the number for a step of `num_tokens`: all threads for a long one."""
-        if self._used(self._meter) < PAUSE_USE:
-            threading.Thread(target=self._look, name="first-step", daemon=True).start()
+        self._has_begun.set()
         number = self._most if num_tokens >= LONG_STEP_TOKENS else self.count
         if number != self._set:
             self._set = number
             torch.set_num_threads(number)
         self.own.begin_step(self.are_bound)
 
-    def _look(self) -> None:
-        """Observe a step that follows a pause: threads that spin beside others' would make it last for seconds."""
-        meter = ProcessorMeter(counts_waits=True, period_s=LOOK_S)
-        time.sleep(LOOK_S)
-        self._used(meter)
-
-    def _used(self, meter: ProcessorMeter) -> float:
-        with self._lock:
-            if (use := meter.read()) is None:
-                return PAUSE_USE
-            self.observe(use)
-            self._waits.turn(self.are_late)
-            return use.used
+    def follow(self, use: ProcessorUse) -> None:
+        self.observe(use)
+        self._waits.turn(self.are_late)
 
     def observe(self, use: ProcessorUse) -> int:
-        free = int(use.used + use.idle + use.niced + 0.5)
-        self._niced += (use.niced - self._niced) / 2
-        self.are_bound = self._niced > MIN_NICED and free >= self._most
+        free, self.are_bound = use.free, self._way.observe(use)
         if use.used + use.waited > 1.0:  # no pause of requests
             self.are_late = use.waited > MAX_LATE and free < self._most
         if free > self.count:
@@ -65,3 +54,23 @@ class StepThreads:
         elif use.waited > MAX_LATE and free < self.count and not self._is_fixed:
             self.count = max(self.count - max(round(use.waited), 1), 1)
         return self.count
+
+
+def _watch(threads: Callable[[], StepThreads | None], has_begun: threading.Event) -> None:
+    """Tell `threads`, while they live, the use of processors: in pauses too, and soon after the step that ends one.
+
+    Threads that spin beside others' would make a first step last for seconds.
+    """
+    meter, is_pause = ProcessorMeter(counts_waits=True, period_s=LOOK_S), True
+    while True:
+        if has_steps := has_begun.wait(PERIOD_S):
+            if is_pause:
+                meter.read()
+            time.sleep(LOOK_S if is_pause else PERIOD_S)
+            has_begun.clear()
+        is_pause = not has_steps
+        if (watched := threads()) is None:
+            return
+        if (use := meter.read()) is not None:
+            watched.follow(use)
+        del watched

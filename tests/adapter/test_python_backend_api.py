@@ -14,23 +14,27 @@ from pathlib import Path
 import pytest
 
 from support.triton import fake_triton
-from tidewheel.adapter import baseline, triton_model
+from tidewheel.adapter import triton_model
+from tidewheel.bench import transformers_baseline
 from tidewheel.errors import BY_TAG
 
 FACTS = json.loads((Path(__file__).parent / "python_backend_api.json").read_text())
 OLD: dict[str, list[str] | None] = FACTS["2.51.0"]
 APIS = {"2.51.0": OLD, "newest": {**OLD, **FACTS["newest"]}}
-ADAPTER = sorted(Path(triton_model.__file__).parent.glob("*.py"))
+ADAPTER = [*sorted(Path(triton_model.__file__).parent.glob("*.py")), Path(transformers_baseline.__file__)]
 ONLY_IN_TESTS = {"MetricFamily.value", "InferenceResponseSender.is_over"}
 
 
 def chain(node: ast.expr) -> str:
-    """Return the name under `pb_utils`, such as `Logger.log_info`, or nothing."""
+    """Return the name under `pb_utils` or `self.triton`, such as `Logger.log_info`, or nothing."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
         node = node.value
-    return ".".join(names) if isinstance(node, ast.Name) and node.id == "pb_utils" else ""
+    root = node.id if isinstance(node, ast.Name) else ""
+    if root == "self" and names[:1] == ["triton"]:
+        return ".".join(names[1:])
+    return ".".join(names) if root == "pb_utils" else ""
 
 
 def uses(path: Path) -> Iterator[tuple[str, ast.Call | None]]:
@@ -86,7 +90,7 @@ def test_the_fake_has_no_more_than_the_server(version: str) -> None:
             assert len(given) <= len(APIS[version][name] or []), name
 
 
-@pytest.mark.parametrize("model", [triton_model.TritonPythonModel, baseline.TritonPythonModel])
+@pytest.mark.parametrize("model", [triton_model.TritonPythonModel, transformers_baseline.TransformersBaseline])
 def test_the_hooks_of_a_model(model: type) -> None:
     hooks = {**FACTS["model"], **FACTS["newest_model"]}
     for name, value in vars(model).items():

@@ -99,7 +99,9 @@ class Pictures:
             request.parameters[name].int64_param = value
         await asyncio.sleep(after_s)
         begin = time.monotonic()
-        await stub.ModelInfer(request)
+        async for answer in stub.ModelStreamInfer(iter([request])):
+            if answer.error_message:
+                raise RuntimeError(answer.error_message)
         return time.monotonic() - begin
 
     @asynccontextmanager

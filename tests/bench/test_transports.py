@@ -68,14 +68,16 @@ def test_a_stream_of_ours(triton: BenchTriton) -> None:
     assert asked.inputs["return_token_ids"] is True
 
 
-def test_a_request_of_a_one_shot_model_beside_it(triton: BenchTriton) -> None:
+@pytest.mark.parametrize("model", ["classifier", "pictures"])  # the second is decoupled
+def test_a_request_of_a_one_shot_model_beside_it(triton: BenchTriton, model: str) -> None:
     pixels = np.float32([[0.5, 0.25]])
-    beside = {"image": OneShotModel("classifier", {"pixels": pixels})}
+    triton.answer = lambda asked: iter([response(asked.message)])
+    beside = {"image": OneShotModel(model, {"pixels": pixels})}
     transport = TritonGrpcTransport(f"127.0.0.1:{triton.port}", "demo", beside=beside)
     outcome = send_by(transport, OfferedRequest(0.0, [4], 1, {"priority": 4}, entry="image"))
     assert outcome.is_complete and not outcome.streamed
     (asked,) = triton.asked
-    assert asked.message.model_name == "classifier"
+    assert asked.message.model_name == model
     assert asked.message.parameters["qos_class"].int64_param == 4
     assert shapes(asked) == {"pixels": [1, 2]} and asked.message.raw_input_contents[0] == pixels.tobytes()
 

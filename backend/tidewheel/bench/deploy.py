@@ -24,9 +24,8 @@ from tidewheel.bench.transports.tensors import OneShotModel
 from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 from tidewheel.config import TEXT_ONLY
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.adapters import with_kind
 from tidewheel.server.endpoints import TritonHttp
-from tidewheel.server.repository import TWIN_SUFFIX, write_entry
+from tidewheel.server.repository import write_entry
 from tidewheel_process.child import Child, StartError
 
 START_S = 600.0
@@ -125,16 +124,9 @@ def _settings(target: BenchTarget) -> dict[str, str]:
 
 def _one_shot_models(deployment: Deployment, target: BenchTarget) -> dict[str, OneShotModel]:
     return {
-        name: OneShotModel(
-            f"{target.name}-{name}{_suffix(entry)}", dict(np.load(entry.inputs)) if entry.inputs else {}
-        )
+        name: OneShotModel(f"{target.name}-{name}", dict(np.load(entry.inputs)) if entry.inputs else {})
         for name, entry in deployment.one_shot.items()
     }
-
-
-def _suffix(entry: OneShotEntry) -> str:
-    """Return the end of the name that answers once: a speech model streams, and has a twin."""
-    return "" if "adapter" in with_kind({"model": entry.model, **entry.settings}) else TWIN_SUFFIX
 
 
 def _write_one_shot(folder: Path, deployment: Deployment, target: BenchTarget) -> None:

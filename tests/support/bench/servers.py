@@ -36,7 +36,7 @@ def count_up(asked: Asked) -> Answer:
 
 
 class BenchTriton(FakeTriton):
-    """A gRPC server with `inputs` by model; a model that ends with `_infer`, or takes batches, is not decoupled."""
+    """A gRPC server with `inputs` by model; a baseline, a classifier and `…_infer` answer once."""
 
     inputs: ClassVar[dict[str, tuple[str, ...]]] = {
         "demo": OURS,
@@ -44,6 +44,7 @@ class BenchTriton(FakeTriton):
         "baseline": BASELINE,
         "vllm": VLLM,
         "classifier": ("pixels",),
+        "pictures": ("pixels",),
     }
     infer_error: tuple[grpc.StatusCode, str] | None = None
 
@@ -54,7 +55,8 @@ class BenchTriton(FakeTriton):
         answer.config.name = request.name
         is_baseline = request.name == "baseline"
         answer.config.max_batch_size = 8 if is_baseline else 0
-        answer.config.model_transaction_policy.decoupled = not (is_baseline or request.name.endswith("_infer"))
+        answers_once = request.name in ("baseline", "classifier") or request.name.endswith("_infer")
+        answer.config.model_transaction_policy.decoupled = not answers_once
         for name in self.inputs[request.name]:
             answer.config.input.add(name=name)
         return answer

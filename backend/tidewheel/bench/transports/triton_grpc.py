@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -43,6 +43,7 @@ class TritonGrpcTransport:
         self._shape: DeclaredInputs | None = None
         self._beside = beside or {}
         self._tensor_requests: dict[str, pb.ModelInferRequest] = {}  # by entry
+        self._decoupled: set[str] = set()  # models beside that stream
 
     async def open(self) -> None:
         self._channels = [grpc.aio.insecure_channel(self._address, options=_OPTIONS) for _ in range(NUM_CHANNELS)]
@@ -76,8 +77,13 @@ class TritonGrpcTransport:
 
     async def _send_tensors(self, stub: Any, offered: OfferedRequest, outcome: RequestOutcome) -> None:
         outcome.streamed = False
+        message = with_class(self._tensor_requests[offered.entry], offered.parameters)
         try:
-            await stub.ModelInfer(with_class(self._tensor_requests[offered.entry], offered.parameters))
+            if message.model_name in self._decoupled:
+                async for _ in _answers(stub, message):
+                    pass
+            else:
+                await stub.ModelInfer(message)
         except grpc.aio.AioRpcError as error:
             raise RequestFailed(error.code().name, str(error.details())) from None
         outcome.add_tokens(offered.num_output_tokens)
@@ -92,7 +98,9 @@ class TritonGrpcTransport:
         inputs, policy = (tensor.name for tensor in config.input), config.model_transaction_policy
         self._shape = DeclaredInputs.of(self._model, inputs, config.max_batch_size, is_decoupled=policy.decoupled)
         for entry, model in self._beside.items():
-            self._tensor_requests[entry] = tensor_request(model, await self._config(model.served_name))
+            config = await self._config(model.served_name)
+            self._tensor_requests[entry] = tensor_request(model, config)
+            self._decoupled |= {model.served_name} if config.model_transaction_policy.decoupled else set()
 
     async def _config(self, model: str) -> Any:
         stub = self._stubs[0]
@@ -112,13 +120,18 @@ class TritonGrpcTransport:
     async def _stream(
         stub: Any, message: pb.ModelInferRequest, shape: DeclaredInputs, outcome: RequestOutcome
     ) -> None:
-        async def requests() -> Any:
-            yield message
+        async for response in _answers(stub, message):
+            note_response(shape, response, outcome)
 
-        async for answer in stub.ModelStreamInfer(requests()):
-            if answer.error_message:
-                raise RequestFailed("ERROR", answer.error_message)
-            note_response(shape, answer.infer_response, outcome)
+
+async def _answers(stub: Any, message: pb.ModelInferRequest) -> AsyncIterator[Any]:
+    async def requests() -> AsyncIterator[pb.ModelInferRequest]:
+        yield message
+
+    async for answer in stub.ModelStreamInfer(requests()):
+        if answer.error_message:
+            raise RequestFailed("ERROR", answer.error_message)
+        yield answer.infer_response
 
 
 def note_response(shape: DeclaredInputs, response: Any, outcome: RequestOutcome) -> None:

@@ -53,6 +53,8 @@ class Chunk:
     logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs and logprobs
     prompt_logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # on the first chunk
     embedding: tuple[float, ...] | None = None
+    language: str | None = None  # of audio
+    seconds: tuple[float, ...] | None = None  # begin and end of its window, and the length of the audio
     cumulative_logprob: float | None = None  # so far
     perf: PerfMetrics | None = None  # on the last chunk
     picture: Picture | None = None  # of a model of pictures

@@ -109,6 +109,8 @@ def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
             logprobs=_logprobs(_element(outputs, "logprobs", index)),
             prompt_logprobs=_logprobs(_element(outputs, "prompt_logprobs", 0)) if index == 0 else None,
             embedding=outputs.get("embedding"),
+            language=_element(outputs, "language", 0),
+            seconds=outputs.get("audio_seconds"),
             cumulative_logprob=_element(outputs, "cumulative_logprob", index),
             perf=_perf(outputs, index),
             picture=_picture(outputs),

@@ -29,8 +29,7 @@ from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining, TidewheelError
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.live_request import Sink
-from tidewheel.frontend.output import OutputChunk
+from tidewheel.frontend.output import OutputChunk, Sink
 from tidewheel.frontend.prompt_workers import TokenizerFolder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest

@@ -49,7 +49,7 @@ def sampling_of(asked: Asked) -> dict[str, Any]:
 
 
 def test_the_file_goes_to_the_backend_as_it_is(gateway: RunningGateway, triton: FakeTriton) -> None:
-    answer = transcribe(gateway, language="en", temperature="0.2", priority="2", store="false")
+    answer = transcribe(gateway, language="en", temperature="0.2", priority="2", user="me")
     assert answer.headers["x-request-id"] == triton.asked[0].message.id
     usage = {"type": "tokens", "input_tokens": 4, "output_tokens": 4, "total_tokens": 8}
     assert answer.json() == {"text": " Hello you.", "usage": usage}
@@ -88,9 +88,7 @@ def test_an_answer_that_was_cut_says_so(gateway: RunningGateway, triton: FakeTri
         ({"file": (None, "speech.wav")}, "file", "file is text: upload a file"),
         ({"response_format": "srt"}, "response_format", "srt"),
         ({"stream": "maybe"}, "stream", "stream: Expected `bool`"),
-        ({"prompt": "Names: Ada"}, "prompt", "prompt is set"),
         ({"n": "2"}, "n", "n is set"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "send segment"),
         ({"timestamp_granularities[]": ["segment", "word"]}, None, "twice"),
         ({f"field{i}": "1" for i in range(70)}, None, "1 to 64 fields"),
         ({"model": "other"}, "model", "served is demo"),

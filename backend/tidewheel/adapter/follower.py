@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, request_metrics
+from tidewheel.adapter.model_calls import VoiceActivity
 from tidewheel.adapter.repository_entry import ModelSettings
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import EngineTarget, find_engine, make_current, may_start, take_back
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.frontend.admission_gate import AdmissionGate
+from tidewheel.frontend.audio_windows import loudness
 from tidewheel.frontend.ended_requests import EndedRequest, EventQueue, RequestLog
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -113,7 +115,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
         return TensorReader(info)
     folder = TokenizerFolder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
     source = config.generation_config or "vllm"  # without the setting none, as Triton's vLLM backend
-    encoder = PromptWorkers(folder, NUM_TOKENIZERS)
+    encoder, voice = PromptWorkers(folder, NUM_TOKENIZERS), settings.frontend.voice_activity
     try:
         encoder.wait_tried()  # before this process reads the files
         return RequestReader(
@@ -123,6 +125,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
             settings.frontend,
             max_prompt_bytes=config.max_prompt_bytes,
             defaults=GenerationDefaults.load(Path(info.model), source, config.override_generation_config),
+            activity=VoiceActivity(voice) if voice else loudness,
         )
     except BaseException:
         encoder.close()

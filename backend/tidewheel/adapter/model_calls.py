@@ -6,10 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from tidewheel.audio_file import SAMPLING_RATE
+from tidewheel.batch import Float32Array
 from tidewheel.config import EngineConfig
 from tidewheel.errors import Busy, ModelFailed, TidewheelError
+from tidewheel.frontend.audio_windows import HOP
 from tidewheel.one_shot.adapters import load_adapter
 from tidewheel.one_shot.runner import not_finite
 from tidewheel.one_shot.signature import Arrays, dtype_name
@@ -20,6 +24,9 @@ MAX_CALLS = 24
 _REFUSALS = ("Exceeds maximum queue size", "timeout expired")  # of its queue, whose code does not arrive
 _RETRY_AFTER_MS = 100
 _MAX_REASON_CHARS = 300
+_STRETCHES = 32  # of audio, at once
+_CONTEXT = 64  # samples before each hop
+_WARM_UP = 8  # hops before a stretch, whose state begins with zeros
 
 
 class CalledModel:
@@ -30,29 +37,60 @@ class CalledModel:
 
     def call(self, inputs: list[Any], request_id: str) -> dict[str, Any]:
         """Return the outputs (`pb_utils.Tensor`) by name. Raise anything."""
-        response = pb_utils.InferenceRequest(
-            model_name=self._model,
-            requested_output_names=[spec.name for spec in self._outputs],
-            inputs=inputs,
-            request_id=request_id,
-            preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
-        ).exec()
-        if response.has_error():
-            reason = response.error().message()
-            raise self.failure(reason, Busy if any(words in reason for words in _REFUSALS) else ModelFailed)
-        tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
+        tensors = _called(self._model, inputs, [spec.name for spec in self._outputs], request_id)
         arrays = {spec.name: tensors[spec.name].as_numpy() for spec in self._outputs}
         for spec, array in zip(self._outputs, arrays.values(), strict=True):
             if dtype_name(array) != spec.dtype or not spec.fits(array.shape):
                 found = f"{dtype_name(array)} {list(array.shape)}"
-                raise self.failure(f"output {spec.name} is {found}, and config.pbtxt says {spec.describe()}")
+                raise _failure(self._model, f"output {spec.name} is {found}, and config.pbtxt says {spec.describe()}")
         if self._checks_finite and (error := not_finite(arrays)):
             raise error
         return tensors
 
-    def failure(self, reason: str, kind: type[TidewheelError] = ModelFailed) -> TidewheelError:
-        text = f"the call of {self._model} failed: {' '.join(reason.split())[:_MAX_REASON_CHARS]}"
-        return kind(text, retry_after_ms=_RETRY_AFTER_MS if kind is Busy else None)
+    def failure(self, reason: str) -> TidewheelError:
+        return _failure(self._model, reason)
+
+
+def _called(model: str, inputs: list[Any], outputs: list[str], request_id: str = "") -> dict[str, Any]:
+    response = pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=outputs,
+        inputs=inputs,
+        request_id=request_id,
+        preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
+    ).exec()
+    if response.has_error():
+        reason = response.error().message()
+        raise _failure(model, reason, Busy if any(words in reason for words in _REFUSALS) else ModelFailed)
+    return {tensor.name(): tensor for tensor in response.output_tensors()}
+
+
+def _failure(model: str, reason: str, kind: type[TidewheelError] = ModelFailed) -> TidewheelError:
+    text = f"the call of {model} failed: {' '.join(reason.split())[:_MAX_REASON_CHARS]}"
+    return kind(text, retry_after_ms=_RETRY_AFTER_MS if kind is Busy else None)
+
+
+class VoiceActivity:
+    """`Activity` by a model with silero-vad's tensors, over stretches of the audio at once."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def __call__(self, samples: Float32Array) -> Float32Array:
+        num_hops = -(-len(samples) // HOP)
+        width = -(-num_hops // _STRETCHES)
+        padded = np.zeros(_CONTEXT + (_WARM_UP + _STRETCHES * width) * HOP, np.float32)
+        padded[_CONTEXT + _WARM_UP * HOP :][: len(samples)] = samples
+        steps = np.lib.stride_tricks.sliding_window_view(padded, _CONTEXT + HOP)[::HOP]
+        state, rate = np.zeros((2, _STRETCHES, 128), np.float32), np.array([SAMPLING_RATE], np.int64)
+        found = np.zeros((_STRETCHES, width), np.float32)
+        for step in range(_WARM_UP + width):
+            arrays = {"input": steps[step::width][:_STRETCHES], "state": state, "sr": rate}
+            inputs = [pb_utils.Tensor(name, np.ascontiguousarray(array)) for name, array in arrays.items()]
+            tensors = _called(self._model, inputs, ["output", "stateN"])
+            state = tensors["stateN"].as_numpy()
+            found[:, max(step - _WARM_UP, 0)] = tensors["output"].as_numpy()[:, 0]
+        return found.reshape(-1)[:num_hops]
 
 
 class ModelCall:

@@ -140,6 +140,9 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
         arrays["prompt_logprobs"] = _encoded([text])
     if response[0].embedding is not None:
         arrays["embedding"] = response[0].embedding
+    if response[0].seconds:
+        seconds = np.array(response[0].seconds, np.float32)
+        arrays |= {"language": _encoded([response[0].language]), "audio_seconds": seconds}
     if response_format.num_input_tokens:
         arrays["num_input_tokens"] = np.array([response[0].num_input_tokens], np.uint32)
     if response_format.num_output_tokens:

@@ -93,8 +93,8 @@ INPUTS = (
 )
 _COUNTS = "num_input_tokens num_output_tokens"
 _COMMON_OUTPUTS = (
-    *_specs("TYPE_STRING", "text_output finish_reason logprobs prompt_logprobs weights", (-1,)),
-    *_specs("TYPE_FP32", "cumulative_logprob cum_log_probs embedding", (-1,)),
+    *_specs("TYPE_STRING", "text_output finish_reason logprobs prompt_logprobs weights language", (-1,)),
+    *_specs("TYPE_FP32", "cumulative_logprob cum_log_probs embedding audio_seconds", (-1,)),
     *_specs("TYPE_FP32", "output_log_probs", (-1, -1)),
     *_specs("TYPE_INT32", "token_ids kv_cache_reused_blocks kv_cache_alloc_new_blocks", (-1,)),
     *_specs("TYPE_INT32", "num_cached_tokens priority", (-1,)),

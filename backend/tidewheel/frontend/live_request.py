@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array
 from tidewheel.engine.messages import WHOLE_REQUEST, Delta
 from tidewheel.errors import DeadlineExceeded, TidewheelError, require
-from tidewheel.frontend.output import Response
+from tidewheel.frontend.output import Sink
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import PreparedRequest
 from tidewheel.request import FinishReason
@@ -31,16 +31,6 @@ _FIRST_SLOTS = 256
 _WIDTH = 32  # tokens of a request; more spill into a list
 _NO_KEY = -1
 _FEW = 8  # requests of a step
-
-
-class Sink(Protocol):
-    """Receiver of a request's responses. One thread at a time calls `send` or `fail`."""
-
-    def send(self, response: Response) -> None: ...
-
-    def fail(self, error: TidewheelError) -> None: ...
-
-    def is_cancelled(self) -> bool: ...
 
 
 class Ending(NamedTuple):
@@ -160,6 +150,11 @@ class LiveRequest:
             self._is_answered = True
             self._deltas.clear()
             return self.end(Ending())
+
+    def hand_over(self) -> bool:
+        """End the request without an answer, which others send. Return False if it has ended."""
+        with self._lock:
+            return self._ending is None and not self.mark_answered()
 
     def end_turn(self) -> bool:
         """Return whether to queue the request again."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -42,11 +42,23 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     tensors: Mapping[str, Array] | None = None  # outputs of a one-shot model
     cumulative_logprob: float | None = None  # of all output
     num_input_tokens: int = 0
+    language: str = ""  # of audio
+    seconds: Sequence[float] = ()  # begin and end of its window, and the length of the audio
     finish_reason: str | None = None  # in every response after the end
     stats: RequestStats | None = None  # in every response after the engine's end
 
 
 Response = Sequence[OutputChunk]  # by sequence
+
+
+class Sink(Protocol):
+    """Receiver of a request's responses. One thread at a time calls `send` or `fail`."""
+
+    def send(self, response: Response) -> None: ...
+
+    def fail(self, error: TidewheelError) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
 
 
 def is_last(response: Response) -> bool:

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
-from tidewheel.audio_file import SAMPLING_RATE, read_audio
-from tidewheel.batch import Float32Array, Int32Array
+from tidewheel.audio_file import SAMPLING_RATE, check_sound, read_audio
+from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
+from tidewheel.frontend.audio_windows import Activity, cut, loudness
 from tidewheel.frontend.chat import parse_conversation
-from tidewheel.frontend.coercion import check_size, to_text
+from tidewheel.frontend.coercion import ParameterSource, check_size, to_text
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, Outputs
 from tidewheel.frontend.prompt_workers import (
@@ -27,6 +30,7 @@ from tidewheel.frontend.prompt_workers import (
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.speech import SpeechRules
+from tidewheel.frontend.speech_answer import SpeechAnswer
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
@@ -44,6 +48,7 @@ class PreparedRequest(NamedTuple):
     outputs: Outputs | None = None  # None: nothing is generated
     has_stop_strings: bool = False
     answer: str = ""  # where nothing is generated
+    speech: SpeechAnswer | None = None  # in place of this request
 
 
 class Reader(Protocol):
@@ -138,11 +143,13 @@ class RequestReader(MessageMaker):
         *,
         max_prompt_bytes: int,
         defaults: GenerationDefaults | None = None,
+        activity: Activity = loudness,
     ) -> None:
         super().__init__(info, tokenizer, defaults)
         self._max_token_bytes = tokenizer.max_token_bytes
         self._encoder = encoder
         self._settings = settings
+        self._activity = activity
         self._try_grammar = functools.lru_cache(MAX_KNOWN_GRAMMARS)(encoder.run)
         self.max_prompt_bytes = max_prompt_bytes
         default = settings.default_max_tokens
@@ -153,18 +160,23 @@ class RequestReader(MessageMaker):
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
         """Prepare a client's request. Raise `InvalidRequest` or `Unsupported`."""
-        if self.speech is not None and request.task != "generate":
+        if self.speech is not None and request.task != "generate" and not request.is_window:
             raise InvalidRequest(f"task is {request.task}: a speech model has generate alone")
         if request.task in ("tokenize", "detokenize"):
             return PreparedRequest(answer=self._tokenizer_answer(request))
-        is_embedding, audio = request.task == "embed", self._audio(request)
+        is_embedding, audio = request.task == "embed", request.audio
         parameters = with_token_biases(request.parameters, self._encode)
+        if self.speech is not None and not request.is_window:
+            return PreparedRequest(speech=self._speech_answer(self.speech, request, parameters, arrival_ns))
         defaults: Mapping[str, object] = {} if is_embedding else self.defaults.sampling
         if audio is not None:
             defaults = {"temperature": 0.0, "max_tokens": self._info.max_num_tokens, **defaults}
         sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
         if options.close_session:
             return _close_session(key, request, options)
+        if request.task == "detect_language":
+            assert self.speech is not None
+            sampling, options = self.speech.detection, msgspec.structs.replace(options, n=1)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         if is_embedding:
             sampling = msgspec.structs.replace(sampling, max_tokens=1, temperature=0.0)
@@ -187,14 +199,19 @@ class RequestReader(MessageMaker):
         _check_answer(sampling, options.n)  # last: its limit concerns valid values
         return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop))
 
-    def _audio(self, request: GenerateRequest) -> Float32Array | None:
-        """Return the samples for a speech model; None for others. Raise `InvalidRequest`."""
-        if self.speech is None:
-            return None
-        self._prompt_name(request)
-        if request.audio_file is None:
-            return request.audio
-        return read_audio(request.audio_file, self._info.max_audio_samples / SAMPLING_RATE)
+    def _speech_answer(
+        self, rules: SpeechRules, request: GenerateRequest, parameters: Sequence[ParameterSource], arrival_ns: int
+    ) -> SpeechAnswer:
+        parsed, limit = parse_parameters(parameters), self._settings.max_audio_s
+        parsed.prompt.check_for(self._prompt_name(request))
+        samples = read_audio(request.audio_file or b"", limit) if request.audio is None else request.audio
+        check_sound(len(samples), SAMPLING_RATE, 1, limit, "audio")
+        windows = cut(samples, self._info.max_audio_samples, self._activity)
+        if len(windows) > 1 < parsed.options.n:
+            raise InvalidRequest(f"n is {parsed.options.n}: audio of several windows has one text; leave it out")
+        language = parsed.prompt.language or ("" if rules.lang_to_id else "en")
+        asked = dataclasses.replace(request, audio=None, audio_file=None, arrival_ns=arrival_ns)
+        return SpeechAnswer(asked, windows, language, rules)
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:
         options = parse_parameters(request.parameters, task=request.task).prompt
@@ -219,7 +236,8 @@ class RequestReader(MessageMaker):
         known = ("text_input", "input_ids", "messages") if self.speech is None else ("audio", "audio_file")
         if len(given) != 1 or given[0] not in known:
             raise InvalidRequest(f"give one of {', '.join(known)}: the request has {' and '.join(given) or 'none'}")
-        check_size(given[0], request.prompt_bytes, self.max_prompt_bytes, "max_prompt_bytes")
+        if not request.is_window:
+            check_size(given[0], request.prompt_bytes, self.max_prompt_bytes, "max_prompt_bytes")
         return given[0]
 
     def _read_prompt(
@@ -230,6 +248,8 @@ class RequestReader(MessageMaker):
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
         if self.speech is not None:
             options.check_for(name)
+            if request.task == "detect_language":
+                return name, None, np.array([self.speech.decoder_start_token_id], np.int32)
             return name, None, self.speech.prompt(options.language, translate=options.translate)
         if request.input_ids is not None:
             options.check_for(name)

@@ -23,6 +23,8 @@ class FrontendSettings:
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; named by Triton's vLLM backend
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
+    max_audio_s: float = 1800.0  # longest audio of a request
+    voice_activity: str = ""  # entry of silero-vad that finds the pauses of longer audio; empty: loudness does
     objective_ttft_ms: float = 1e3 * DEFAULT_TTFT_S  # goodput on /metrics: time to the first token of a good answer
     objective_tpot_ms: float = 1e3 * DEFAULT_TPOT_S  # and for each later one
     health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
@@ -39,6 +41,7 @@ class FrontendSettings:
         rules = (
             ("default_max_tokens", tokens == "context" or tokens >= 1, "use 1 or more, or context"),
             ("max_request_s", seconds is None or 0.0 < seconds < math.inf, "it must be above 0, in seconds"),
+            ("max_audio_s", 0.0 < self.max_audio_s < math.inf, "it must be above 0, in seconds"),
             ("health_port", port is None or 1 <= port <= 65535, "use 1 to 65535"),
             ("objective_ttft_ms", 0.0 < self.objective_ttft_ms < math.inf, "it must be above 0, in milliseconds"),
             ("objective_tpot_ms", 0.0 < self.objective_tpot_ms < math.inf, "it must be above 0, in milliseconds"),

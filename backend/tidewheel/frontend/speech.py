@@ -9,6 +9,7 @@ import numpy as np
 from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.regular_files import read_object
+from tidewheel.sampling import SamplingParams
 
 
 class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,14 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             raise ConfigError(f"{names[1]}: {error}; a speech model needs its rules") from None
 
+    @property
+    def detection(self) -> SamplingParams:
+        """Return the parameters of the likeliest language after `decoder_start_token_id`, as in transformers."""
+        return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=tuple(self.lang_to_id.values()))
+
+    def language_of(self, token_id: int) -> str:
+        return next(name.strip("<|>") for name, known in self.lang_to_id.items() if known == token_id)
+
     def prompt(self, language: str, *, translate: bool) -> Int32Array:
         """Return the tokens before the text. Raise `InvalidRequest`."""
         ids, known = [self.decoder_start_token_id], sorted(name.strip("<|>") for name in self.lang_to_id)
@@ -48,6 +57,8 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
 
     def forbidden(self, prompt_ids: Int32Array) -> tuple[tuple[int, ...], ...]:
         """Return forbidden token sequences: of one token, or of the prompt's last and a first one of the text."""
+        if self.lang_to_id and len(prompt_ids) == 1:  # `detection`
+            return ()
         after = int(prompt_ids[-1])
         first = [(after, token_id) for token_id in self.begin_suppress_tokens or ()]
         return (*((token_id,) for token_id in self.suppress_tokens or ()), *first)

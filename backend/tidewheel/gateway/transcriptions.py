@@ -9,20 +9,13 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
 from tidewheel.gateway.answers import STREAM_HEADERS, IndexedChunks, Json, as_event
-from tidewheel.gateway.bodies import Fields, OpenAIBody, RefusedFields, UpstreamRequest, read_fields
+from tidewheel.gateway.bodies import Fields, OpenAIBody, UpstreamRequest, read_fields
 from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
 
 MAX_PARTS = 64
 _PIECE = 1 << 16
 _MAX_REASON_CHARS = 200
-_REFUSED: RefusedFields = {
-    "prompt": ("a transcription takes none: leave it out", ("",)),
-    "n": ("a transcription is one text: leave it out", ("1",)),
-    "include": ("log-probabilities come over gRPC: leave it out", ("",)),
-    "chunking_strategy": ("audio is cut at pauses: send auto", ("auto",)),
-    "timestamp_granularities": ("times are those of parts of up to 30 s: send segment", ("segment",)),
-}
 
 
 class SpeechBody(OpenAIBody, frozen=True, kw_only=True):
@@ -59,10 +52,12 @@ async def read_form(http: web.Request) -> Fields:
 def read_speech(fields: Fields, *, translate: bool = False) -> UpstreamRequest:
     if isinstance(fields.get("file"), str):
         raise InvalidRequest("file is text: upload a file, as curl -F file=@NAME does")
-    body, params = read_fields(fields, SpeechBody, _REFUSED, strict=False)
-    if translate:
-        params["translate"] = True
-    return UpstreamRequest(body=body, prompts=[{"audio_file": body.file}], params=params, stream=body.stream)
+    if fields.get("n", "1") != "1":
+        raise InvalidRequest("n is set: a transcription is one text; leave it out")
+    body, params = read_fields(fields, SpeechBody, strict=False)
+    params |= {"translate": True} if translate else {}
+    streams = body.stream or body.response_format == "verbose_json"  # which needs the parts
+    return UpstreamRequest(body=body, prompts=[{"audio_file": body.file}], params=params, stream=streams)
 
 
 class TranscriptWriter:
@@ -70,7 +65,7 @@ class TranscriptWriter:
         assert isinstance(request.body, SpeechBody)
         self._format = request.body.response_format
         self._task = "translate" if request.params.get("translate") else "transcribe"
-        self._language = request.params.get("language")
+        request.stream = request.body.stream  # verbose_json is asked in parts, and answered whole
         self._chunks: list[Chunk] = []
         content_type = "text/plain; charset=utf-8" if self._format == "text" else "application/json"
         kind = STREAM_HEADERS if request.stream else {"Content-Type": content_type}
@@ -95,8 +90,16 @@ class TranscriptWriter:
         output = sum(chunk.num_output_tokens or 0 for chunk in self._chunks)
         usage = {"input_tokens": prompt, "output_tokens": output, "total_tokens": prompt + output, "type": "tokens"}
         answer: Json = {"text": "".join(chunk.text for chunk in self._chunks), "usage": usage}
+        if last.language:
+            answer["language"] = last.language
         if last.finish_reason != "stop":  # cut short
             answer["finish_reason"] = last.finish_reason
         if self._format == "verbose_json":
-            answer |= {"task": self._task, "language": self._language}
+            texts: dict[tuple[float, ...], str] = {}
+            for chunk in self._chunks:
+                times = chunk.seconds or (0.0, 0.0, 0.0)
+                texts[times] = texts.get(times, "") + chunk.text
+            parts = enumerate(texts.items())
+            segments = [{"id": i, "start": times[0], "end": times[1], "text": text} for i, (times, text) in parts]
+            answer |= {"task": self._task, "duration": max(texts)[2], "segments": segments}
         return answer

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
@@ -45,11 +46,13 @@ class FrontendHarness:
         default_max_tokens: int | Literal["context"] = "context",
         poll_interval_s: float = 0.001,
         on_ended: Callable[[EndedRequest], None] | None = None,
+        max_audio_samples: int = 0,
         **files: object,
     ) -> None:
         vocab_size = write_model_folder(folder, **files)  # type: ignore[arg-type]
         self.engine = FakeEngine()
-        self.info = make_info(folder, vocab_size=vocab_size)
+        info = make_info(folder, vocab_size=vocab_size)
+        self.info = msgspec.structs.replace(info, max_audio_samples=max_audio_samples)
         self.tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
         settings = FrontendSettings(
             num_sender_threads=num_senders,

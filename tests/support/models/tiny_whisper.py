@@ -69,6 +69,16 @@ def audio(seed: int, seconds: float = SECONDS) -> Array:
 
 
 @torch.inference_mode()
+def detect_language(model: transformers.PreTrainedModel, samples: Array) -> tiny_models.Greedy:
+    """Return the token of transformers' `detect_language`, and the margin of its choice."""
+    extract = transformers.WhisperFeatureExtractor(chunk_length=SECONDS)
+    features = extract(samples, sampling_rate=16_000, return_tensors="pt").input_features
+    logits = model(input_features=features, decoder_input_ids=torch.tensor([[START]])).logits[0, -1]
+    margin = float((logits[ENGLISH] - logits[GERMAN]).abs())
+    return tiny_models.Greedy(model.detect_language(input_features=features).tolist(), margin)
+
+
+@torch.inference_mode()
 def transcribe(
     model: transformers.PreTrainedModel, samples: Array, num_tokens: int = NUM_TOKENS, **language: str
 ) -> tiny_models.Greedy:

@@ -18,9 +18,10 @@ FILE = ("speech.wav", SOUND)
 
 
 def say_two(asked: Asked) -> Answer:
-    for text, reason in ((" Hello", "None"), (" you.", "stop")):
+    for begin, (text, reason) in enumerate(((" Hello", "None"), (" you.", "stop"))):
         counts = {"num_input_tokens": ("UINT32", "I", [4]), "num_output_tokens": ("UINT32", "I", [2])}
-        yield response(asked.message, text_output=text, finish_reason=reason, **counts)
+        times = {"language": "en", "audio_seconds": ("FP32", "f", [begin, begin + 1, 9])}
+        yield response(asked.message, text_output=text, finish_reason=reason, **counts, **times)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def test_the_file_goes_to_the_backend_as_it_is(gateway: RunningGateway, triton: 
     answer = transcribe(gateway, language="en", temperature="0.2", priority="2", user="me")
     assert answer.headers["x-request-id"] == triton.asked[0].message.id
     usage = {"type": "tokens", "input_tokens": 4, "output_tokens": 4, "total_tokens": 8}
-    assert answer.json() == {"text": " Hello you.", "usage": usage}
+    assert answer.json() == {"text": " Hello you.", "language": "en", "usage": usage}
     assert file_of(triton.asked[0]) == SOUND
     assert sampling_of(triton.asked[0]) == {"language": "en", "temperature": "0.2", "priority": "2"}
     transcribe(gateway, "translations")
@@ -62,8 +63,12 @@ def test_the_file_goes_to_the_backend_as_it_is(gateway: RunningGateway, triton: 
 def test_formats(gateway: RunningGateway) -> None:
     text = transcribe(gateway, response_format="text")
     assert text.headers["Content-Type"] == "text/plain; charset=utf-8" and text.text == " Hello you.\n"
-    verbose = transcribe(gateway, response_format="verbose_json", language="en").json()
+    verbose = transcribe(gateway, response_format="verbose_json", stream="False").json()
     assert (verbose["task"], verbose["language"], verbose["text"]) == ("transcribe", "en", " Hello you.")
+    assert verbose["duration"] == 9
+    assert verbose["segments"] == [
+        {"id": 0, "start": 0, "end": 1, "text": " Hello"}, {"id": 1, "start": 1, "end": 2, "text": " you."}
+    ]  # fmt: skip
 
 
 def test_openai_s_client_streams(gateway: RunningGateway) -> None:

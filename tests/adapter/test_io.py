@@ -326,7 +326,11 @@ def test_only_text_unless_asked() -> None:
 
 def test_every_output() -> None:
     outputs = values(CHUNK, EVERYTHING)
-    assert outputs.keys() == {spec.name for spec in OUTPUTS} - {"prompt_logprobs", "embedding"}
+    of_speech = values(msgspec.structs.replace(CHUNK, language="en", seconds=(1.0, 2.5, 9.0)), EVERYTHING)
+    assert (of_speech.pop("language"), of_speech.pop("audio_seconds")) == ([b"en"], [1.0, 2.5, 9.0])
+    assert outputs.keys() == of_speech.keys()
+    others = {"prompt_logprobs", "embedding", "language", "audio_seconds"}
+    assert outputs.keys() == {spec.name for spec in OUTPUTS} - others
     logprobs = json.loads(outputs.pop("logprobs")[0])
     assert outputs == {
         "text_output": ["né".encode()], "finish_reason": [b"length"], "cumulative_logprob": [-2.0],

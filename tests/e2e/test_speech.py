@@ -51,11 +51,11 @@ class Detector(torch.nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
         state: torch.Tensor,
         sr: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        loud = (x[:, 64:].abs().mean(1, keepdim=True) > 0.01).float()
+        loud = (input[:, 64:].abs().mean(1, keepdim=True) > 0.01).float()
         return loud * (sr == 16000).float(), state + 1
 
 

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from support.engine.fake_engine import RecordingSink
 from support.engine.request_ledger import check_all_over
 from support.frontend.front_ends import FrontendHarness, error_info, prompt_ids
+from support.triton.serving import wait_for
 from tidewheel.audio_file import SAMPLING_RATE
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import Busy, Cancelled, DeadlineExceeded, WaitingSetFull
 from tidewheel.frontend import speech_answer
 from tidewheel.frontend.audio_windows import HOP, cut
 from tidewheel.frontend.coercion import ParameterSource
+from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.speech_answer import AT_ONCE
 from tidewheel.one_shot.signature import Array
@@ -86,6 +88,8 @@ def test_windows_cover_all_that_is_loud(count: int, most: int, seed: int, quiet:
 
 
 class SpeechHarness(FrontendHarness):
+    ended: list[EndedRequest]
+
     def ask(self, samples: Array, sink: RecordingSink | None = None, **options: object) -> RecordingSink:
         sink, parameters = sink or RecordingSink(), options.pop("parameters", {})
         sources = (ParameterSource(origin="sampling_parameters", values=parameters),) if parameters else ()
@@ -103,7 +107,10 @@ class SpeechHarness(FrontendHarness):
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[SpeechHarness]:
-    harness = SpeechHarness(tmp_path, max_prompt_bytes=1 << 22, max_audio_samples=MOST, **RULES)
+    ended: list[EndedRequest] = []
+    sizes = {"max_prompt_bytes": 1 << 22, "max_audio_samples": MOST}
+    harness = SpeechHarness(tmp_path, on_ended=ended.append, **sizes, **RULES)  # type: ignore[arg-type]
+    harness.ended = ended
     yield harness
     harness.close()
     check_all_over({id(sink): sink.num_ends for sink in harness._sinks}, 0)
@@ -204,13 +211,14 @@ def test_a_window_without_room_is_sent_again_when_another_ends(harness: SpeechHa
     full = error_info(WaitingSetFull.tag, "the waiting set is full")
     for message in messages[1:]:
         harness.deliver(message.key, finish_reason="error", error=full)
-    harness.text(messages[0], PARTS[0])
-    for index in range(1, 6):
+    wait_for(lambda: len(harness.ended) == AT_ONCE - 1, 30, "refusals")
+    for index in range(6):
         harness.engine.wait_added(AT_ONCE + index)
-        sent = sorted(harness.engine.added)[AT_ONCE + index - 1]
-        harness.text(harness.engine.added[sent], PARTS[index])
+        sent = messages[0] if index == 0 else harness.message(sorted(harness.engine.added)[AT_ONCE + index - 1])
+        assert sent.inputs is not None
+        harness.text(sent, f" {sent.inputs.tensors[0].shape[0]}")
     sink.wait_end()
-    assert sink.text == "".join(PARTS)
+    assert sink.text == "".join(f" {len(window.samples)}" for window in cut(SENTENCES, MOST))
 
 
 def test_without_any_room_the_request_is_refused(harness: SpeechHarness) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,7 +80,7 @@ def take_turns(runs: Mapping[Turn, Callable[[int], StreamsRun]], rounds: int) ->
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return the median of each figure, and all samples of the first."""
     first, *_ = runs[0]
-    found: dict[str, Any] = {name: sorted(run[name] for run in runs)[len(runs) // 2] for name in runs[0]}
+    found: dict[str, Any] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
     return rounded | {"samples": [float(f"{run[first]:.4g}") for run in runs]}
 

@@ -1,8 +1,11 @@
-"""A speech model in the real server: transformers' tokens by HTTP and gRPC; one line for what is no audio."""
+"""A speech model in the real server: transformers' tokens by HTTP and gRPC; longer audio in windows; bad input."""
 
 from __future__ import annotations
 
 import io
+import json
+import shutil
+import subprocess
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +13,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import openai
 import pytest
+import torch
+import transformers
 import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
@@ -19,6 +25,8 @@ from support.models import tiny_whisper
 from support.models.tiny_models import MARGIN
 from support.triton.client_tensors import Array, make_inputs
 from support.triton.serving import Server, grpc_stream, sse_events, start_server, stop_without_tensors, wait_ready
+from tidewheel.audio_file import SAMPLING_RATE
+from tidewheel.frontend.audio_windows import cut
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -26,12 +34,35 @@ ENTRY = """backend: "tidewheel"
 parameters {{ key: "{}" value: {{ string_value: "{}" }} }}
 """
 TWIN = ENTRY.format("engine_of", "speech") + "model_transaction_policy { decoupled: false }\n"
+TENSORS = {
+    "inputs": [["input", "FP32", ["batch", 576]], ["state", "FP32", [2, "batch", 128]], ["sr", "INT64", [1]]],
+    "outputs": [["output", "FP32", ["batch", 1]], ["stateN", "FP32", [2, "batch", 128]]],
+}
+AXES = {"input": 0, "state": 1, "sr": None, "output": 0, "stateN": 1}
+DETECTOR = 'backend: "tidewheel"\n' + "".join(
+    f"parameters {{ key: {json.dumps(key)} value: {{ string_value: {json.dumps(json.dumps(value))} }} }}\n"
+    for key, value in (("adapter_options", TENSORS), ("batch_axes", AXES))
+)
 SHORT = {"max_tokens": tiny_whisper.NUM_TOKENS}
+
+
+class Detector(torch.nn.Module):
+    """Double of silero-vad: what is loud is speech."""
+
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        state: torch.Tensor,
+        sr: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loud = (input[:, 64:].abs().mean(1, keepdim=True) > 0.01).float()
+        return loud * (sr == 16000).float(), state + 1
 
 
 class Sound(NamedTuple):
     samples: Array
     tokens: list[int]
+    long_tokens: list[int]  # of `long_audio`
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +72,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sound(folder: Path) -> Sound:
-    """Samples that 16 bits hold exactly, whose tokens are clear."""
+    """Samples that 16 bits hold exactly, whose tokens are clear, also in windows of `long_audio`."""
     model = tiny_whisper.save(folder)
-    for seed in range(10):
+    for seed in range(60):
         samples = (np.round(tiny_whisper.audio(seed, 1.5) * 32000) / 32768).astype(np.float32)
-        answer = tiny_whisper.transcribe(model, samples)
-        if answer.margin >= MARGIN:
-            return Sound(samples, answer.tokens)
+        windows = [window.samples for window in cut(long_audio(samples), 2 * SAMPLING_RATE)]
+        alone, *parts = (tiny_whisper.transcribe(model, one) for one in (samples, *windows))
+        if min(one.margin for one in (alone, *parts)) >= MARGIN:
+            return Sound(samples, alone.tokens, [token for one in parts for token in one.tokens])
     pytest.fail("no clear audio")
 
 
@@ -55,13 +87,26 @@ def sound(folder: Path) -> Sound:
 def served(sound: Sound, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("repository")
     settings = ENTRY.format("model", folder) + 'parameters { key: "dtype" value: { string_value: "float32" } }\n'
-    for name, entry in (("speech", settings), ("speech_whole", TWIN)):
+    heard = TWIN + 'parameters { key: "voice_activity" value: { string_value: "detector" } }\n'
+    heard += 'parameters { key: "max_audio_s" value: { string_value: "60" } }\n'
+    entries = {"speech": settings, "speech_whole": TWIN, "speech_heard": heard, "detector": DETECTOR}
+    for name, entry in entries.items():
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(entry)
+    torch.jit.script(Detector()).save(repository / "detector" / "1" / "model.pt")
     log = repository.parent / "speech.log"
-    running = wait_ready(start_server("--model-repository", str(repository), log=log))
+    running = wait_ready(start_server("--model-repository", str(repository), log=log, with_gateway=True))
     yield running
     stop_without_tensors(running)
+
+
+def long_audio(samples: Array) -> Array:
+    """Return samples of 1.5 s three times, with pauses: in each window once."""
+    return np.concatenate([samples, np.zeros(8_000, np.float32)] * 3)
+
+
+def times_of(sound: Sound) -> list[tuple[float, ...]]:
+    return [window.seconds[:2] for window in cut(long_audio(sound.samples), 2 * SAMPLING_RATE)]
 
 
 def wav(samples: Array, rate: int = 16_000) -> bytes:
@@ -107,6 +152,7 @@ def test_text_streams_as_it_comes(served: Server, sound: Sound) -> None:
         ({"audio": np.zeros(1_500_000, np.float32)}, {}, "max_prompt_bytes"),
         ({"audio": np.array([np.inf], np.float32)}, {}, "must lie in -1 to 1"),
         ({"audio_file": np.array([b"no sound"], np.object_)}, {}, "audio_file cannot be read"),
+        ({"audio_file": np.array([b""], np.object_)}, {}, "audio_file cannot be read"),
         ({"audio_file": np.array([wav(np.zeros(2_000_000), 1000)], np.object_)}, {}, "2,000.0 s: at most 1,800 s"),
         ({"audio": np.zeros(8, np.float32)}, {"language": "xx"}, "language is 'xx'"),
         (
@@ -123,3 +169,62 @@ def test_what_is_no_audio_is_refused_in_one_line(
         infer(served, module, arrays, **parameters)
     assert words in caught.value.message() and "\n" not in caught.value.message().strip()
     assert infer(served, module, {"audio": sound.samples}) == sound.tokens
+
+
+def test_longer_audio_streams_in_windows(served: Server, sound: Sound) -> None:
+    audio = long_audio(sound.samples)
+    flags = {"stream": np.array([True]), "return_finish_reason": np.array([True])}
+    inputs = make_inputs(tritonclient.grpc, {"audio": audio, **flags})
+    results = grpc_stream(served, inputs, model="speech", parameters={"language": "en", **SHORT})
+    times = sorted({tuple(result.as_numpy("audio_seconds")[:2].tolist()) for result in results})
+    np.testing.assert_allclose(times, times_of(sound), atol=1e-3)
+    reasons = [result.as_numpy("finish_reason")[0] for result in results]
+    assert set(reasons[:-1]) == {b"None"} and reasons[-1] in (b"stop", b"length")
+    assert infer(served, tritonclient.http, {"audio": audio}) == sound.long_tokens
+
+
+def test_a_model_of_the_server_finds_the_pauses(served: Server, sound: Sound) -> None:
+    inputs = make_inputs(tritonclient.grpc, {"audio": long_audio(sound.samples)})
+    parameters = {"language": "en", **SHORT}
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        found = client.infer("speech_heard", inputs, parameters=parameters).as_numpy("audio_seconds")
+        assert found[1] == pytest.approx(times_of(sound)[-1][1], abs=0.3)
+        with pytest.raises(InferenceServerException, match=r"62\.5 s: at most 60 s"):
+            client.infer("speech_heard", make_inputs(tritonclient.grpc, {"audio": np.zeros(1_000_000, np.float32)}))
+
+
+@BOTH
+def test_the_language_is_found(served: Server, sound: Sound, folder: Path, module: ModuleType) -> None:
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(folder)
+    wanted = {tiny_whisper.ENGLISH: b"en", tiny_whisper.GERMAN: b"de"}
+    url = served.grpc if module is tritonclient.grpc else f"127.0.0.1:{served.http_port}"
+    for seed in range(4):
+        audio = tiny_whisper.audio(seed, 1.5)
+        found = tiny_whisper.detect_language(model, audio)
+        with module.InferenceServerClient(url) as client:
+            answer = client.infer("speech_whole", make_inputs(module, {"audio": audio}), parameters=SHORT)
+        assert found.margin < MARGIN or answer.as_numpy("language")[0] == wanted[found.tokens[0]]
+
+
+def test_openai_s_client_transcribes(served: Server, sound: Sound) -> None:
+    speech = openai.OpenAI(base_url=served.openai + "/v1", api_key="none").audio.transcriptions
+    asked = {"model": "speech", "file": ("a.wav", wav(long_audio(sound.samples))), "extra_body": {"max_tokens": 12}}
+    whole = speech.create(**asked, language="en", response_format="verbose_json")
+    assert whole.language == "en" and whole.duration == pytest.approx(6.0)
+    np.testing.assert_allclose([(one.start, one.end) for one in whole.segments], times_of(sound), atol=1e-3)
+    assert "".join(one.text for one in whole.segments) == whole.text
+    *deltas, done = speech.create(**asked, language="en", stream=True)
+    assert done.text == whole.text == "".join(event.delta for event in deltas)
+    for file in (b"", b"no sound"):
+        with pytest.raises(openai.BadRequestError, match="file cannot be read"):
+            speech.create(model="speech", file=("a.wav", file))
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
+def test_spoken_sentences_are_cut_between_words(served: Server, tmp_path: Path) -> None:
+    path = tmp_path / "speech.wav"
+    text = "The first sentence is short. Here comes a second one. And this is the third and last."
+    subprocess.run(["espeak-ng", "-w", str(path), text], check=True)
+    speech = openai.OpenAI(base_url=served.openai + "/v1", api_key="none").audio.transcriptions
+    answer = speech.create(model="speech", file=path, response_format="verbose_json", extra_body={"max_tokens": 2})
+    assert len(answer.segments) >= 3 and answer.language in ("en", "de")

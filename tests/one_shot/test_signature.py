@@ -60,10 +60,10 @@ SCALE = ("scale", "FP32", (2, 1))
 
 
 def test_the_items_of_a_request_are_counted() -> None:
-    assert IMAGES.with_settings({}, {}).check([image(2, 3, 8, 9), SCALE], 4) == 2
+    assert IMAGES.with_settings({}, {}).check((image(2, 3, 8, 9), SCALE), 4) == 2
     assert (
         SPEECH.with_settings({}, {}).check(
-            [("input", "FP32", (5, 512)), ("state", "FP32", (2, 5, 4)), ("sr", "INT64", (1,))], 1
+            (("input", "FP32", (5, 512)), ("state", "FP32", (2, 5, 4)), ("sr", "INT64", (1,))), 1
         )
         == 1
     )
@@ -85,7 +85,7 @@ def test_the_items_of_a_request_are_counted() -> None:
 )
 def test_wrong_inputs_are_named(tensors: list, words: list[str]) -> None:
     with pytest.raises(InvalidRequest) as error:
-        IMAGES.with_settings({}, {"W": [64, 16]}).check(tensors, 4)
+        IMAGES.with_settings({}, {"W": [64, 16]}).check(tuple(tensors), 4)
     assert all(word in str(error.value) for word in words), error.value
 
 

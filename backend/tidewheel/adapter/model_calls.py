@@ -31,24 +31,21 @@ _WARM_UP = 8  # hops before a stretch, whose state begins with zeros
 
 class CalledModel:
     def __init__(self, config: EngineConfig) -> None:
-        self._model, self._checks_finite = config.model, config.check_finite
+        self.name, self._checks_finite = config.model, config.check_finite
         self._outputs = load_adapter(config)[1].outputs
         self.threads = ThreadPoolExecutor(MAX_CALLS, "model-call")  # what `async_exec` takes from asyncio
 
     def call(self, inputs: list[Any], request_id: str) -> dict[str, Any]:
         """Return the outputs (`pb_utils.Tensor`) by name. Raise anything."""
-        tensors = _called(self._model, inputs, [spec.name for spec in self._outputs], request_id)
+        tensors = _called(self.name, inputs, [spec.name for spec in self._outputs], request_id)
         arrays = {spec.name: tensors[spec.name].as_numpy() for spec in self._outputs}
         for spec, array in zip(self._outputs, arrays.values(), strict=True):
             if dtype_name(array) != spec.dtype or not spec.fits(array.shape):
                 found = f"{dtype_name(array)} {list(array.shape)}"
-                raise _failure(self._model, f"output {spec.name} is {found}, and config.pbtxt says {spec.describe()}")
+                raise _failure(self.name, f"output {spec.name} is {found}, and config.pbtxt says {spec.describe()}")
         if self._checks_finite and (error := not_finite(arrays)):
             raise error
         return tensors
-
-    def failure(self, reason: str) -> TidewheelError:
-        return _failure(self._model, reason)
 
 
 def _called(model: str, inputs: list[Any], outputs: list[str], request_id: str = "") -> dict[str, Any]:
@@ -113,5 +110,5 @@ class ModelCall:
             if inputs := self._inputs:
                 self.outputs = self._model.call(inputs, self._request_id)
         except Exception as reason:
-            error = reason if isinstance(reason, TidewheelError) else self._model.failure(str(reason))
+            error = reason if isinstance(reason, TidewheelError) else _failure(self._model.name, str(reason))
         done(error)

@@ -34,15 +34,15 @@ def signature_of(config: EngineConfig) -> Signature:
     limit = config.engine_start_timeout_s
     try:
         done = subprocess.run(command, capture_output=True, env=python_environment(), timeout=limit, check=False)  # noqa: S603
-        description = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=describe.Description)
+        found = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=describe.Description)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{config.model} was not loaded within {limit:g} s: raise engine_start_timeout_s") from None
     except msgspec.DecodeError:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigError(f"{config.model}: the process that loads it ended with {done.returncode}: {last}") from None
-    if description.signature is None:
-        raise ConfigError(description.error)
-    return description.signature
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
 
 
 def find_entry(model: str, server_pid: int) -> Path | None:
@@ -53,8 +53,9 @@ def find_entry(model: str, server_pid: int) -> Path | None:
     return next((folder for name in named if (folder := Path(name) / model).is_dir()), None)
 
 
-def is_one_shot(folder: Path, version: str, settings: Mapping[str, object]) -> bool:
-    return "engine_of" not in settings and bool(with_kind(settings, folder / version).get("adapter"))
+def kind_of(folder: Path, version: str, settings: Mapping[str, object]) -> str:
+    """Return the kind of an entry's model; "text" for a twin."""
+    return "text" if "engine_of" in settings else str(with_kind(settings, folder / version).get("kind", "text"))
 
 
 def one_shot_settings(config: Mapping[str, Any], folder: Path) -> EngineConfig | None:
@@ -62,9 +63,8 @@ def one_shot_settings(config: Mapping[str, Any], folder: Path) -> EngineConfig |
     version = str(max(versions(folder), default=1))
     args = {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": version}
     entry = read_entry({**args, "model_name": config["name"]})
-    if not is_one_shot(entry.folder, version, {**entry.parameters, **entry.model_json}):
-        return None
-    return resolve_settings(entry).engine
+    is_text = kind_of(entry.folder, version, {**entry.parameters, **entry.model_json}) == "text"
+    return None if is_text else resolve_settings(entry).engine
 
 
 def complete_entry(config: Any, server_pid: int) -> Any | None:

@@ -122,7 +122,7 @@ def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
     if info.signature is None:
         _check_audio(message.inputs, info.max_audio_samples)
         return
-    tensors = ((each.name, each.dtype, each.shape) for each in message.inputs.tensors)
+    tensors = tuple((each.name, each.dtype, each.shape) for each in message.inputs.tensors)
     items = info.signature.check(tensors, info.max_num_batched_tokens)
     steps = 1 if info.offer is None else info.offer.completed(message.step_options or StepOptions()).steps
     if message.prompt != bytes(4 * items) or message.sampling.max_tokens != steps:

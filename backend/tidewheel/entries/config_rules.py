@@ -96,7 +96,7 @@ def declared_tensors(entry: Entry) -> dict[str, Any]:
 
 
 def tensors(entry: Entry) -> Iterator[Problem]:
-    if entry.is_one_shot:  # whose tensors are compared with the model's
+    if entry.kind != "text":  # whose tensors are compared with the model's
         return
     yield from (error(field, message) for field, message in contradictions(declared_tensors(entry)))
     if any(tensor.name == "text_input" and not tensor.optional for tensor in entry.config.input):

@@ -11,11 +11,10 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tidewheel.adapter.one_shot import is_one_shot
+from tidewheel.adapter.one_shot import kind_of
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
 from tidewheel.entries.findings import Field, by_path, pbtxt_fields
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.adapters import with_kind
 from tidewheel.regular_files import read_object, read_text
 
 CONFIG_NAME = "config.pbtxt"
@@ -61,15 +60,13 @@ class Entry:
 
     @property
     def is_decoupled(self) -> bool:
-        has_policy = self.config.HasField("model_transaction_policy")
-        if has_policy:
+        if self.config.HasField("model_transaction_policy"):
             return bool(self.config.model_transaction_policy.decoupled)
-        kind = with_kind(self.settings, self.folder / served_version(self.folder, self.config)).get("kind")
-        return not self.is_one_shot or kind == "iterative"
+        return self.kind != "one_shot"
 
     @cached_property
-    def is_one_shot(self) -> bool:
-        return is_one_shot(self.folder, served_version(self.folder, self.config), self.settings)
+    def kind(self) -> str:
+        return kind_of(self.folder, served_version(self.folder, self.config), self.settings)
 
     @property
     def json_path(self) -> Path:

@@ -69,7 +69,7 @@ class TensorReader:
             if step_options.preview_every and not request.stream:
                 raise InvalidRequest("previews are set, and this model answers once: use the decoupled model")
         options = parse_parameters(sources, task=request.task).options
-        tensors = ((each.name, each.dtype, each.shape) for each in request.inputs.tensors)
+        tensors = tuple((each.name, each.dtype, each.shape) for each in request.inputs.tensors)
         items = signature.check(tensors, self._info.max_num_batched_tokens)
         message = AddRequest(
             key,

@@ -11,19 +11,16 @@ from tidewheel.errors import ConfigError
 from tidewheel.one_shot.adapters import load_adapter
 from tidewheel.one_shot.signature import Signature
 
-
-class Description(msgspec.Struct, frozen=True):
-    signature: Signature | None = None
-    error: str = ""
+Description = Signature | str  # a text is an error
 
 
 def main() -> None:
     try:
         config = EngineConfig.from_settings(msgspec.json.decode(sys.argv[1], type=dict[str, object]))
-        description = Description(load_adapter(config)[1])
+        found: Description = load_adapter(config)[1]
     except ConfigError as error:
-        description = Description(error=str(error))
-    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(description))
+        found = str(error)
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

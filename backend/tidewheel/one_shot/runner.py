@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
+import msgspec
 import numpy as np
 
 from tidewheel.batch import SampledTokens, ScheduledBatch
@@ -14,7 +15,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError, TidewheelError
 from tidewheel.one_shot.adapters import load_adapter
 from tidewheel.one_shot.model_file import Adapter
-from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Signature, TensorSpec
+from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Buckets, Signature, TensorSpec
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _BLOCKS_PER_ROW = 64  # so that blocks are not short while steps that ended wait for a slow one before them
 _MAX_REASON_CHARS = 300
-_NUM_MEASURED = 3  # items
+_NUM_MEASURED = 3  # items; the first allocates
 _MAX_ROOM_BYTES = 64 << 20  # kept for the next batch
 _T = TypeVar("_T")
 
@@ -86,11 +87,13 @@ class OneShotRunner:
             block_size=max_items + 1,
             num_blocks=_BLOCKS_PER_ROW * num_rows,
             weights_bytes=adapter.weights_bytes,
-            slow_item=_slow_item(_item_ms(adapter, signature), config.device_slice_ms),
-            load_seconds=time.monotonic() - begin,
             signature=signature,
         )
-        return cls(adapter, signature, info, check_finite=config.check_finite, slice_ms=config.device_slice_ms)
+        runner = cls(adapter, signature, info, check_finite=config.check_finite, slice_ms=config.device_slice_ms)
+        runner._try_item()
+        seconds, line = time.monotonic() - begin, runner._slow_item()
+        runner.info = msgspec.structs.replace(info, load_seconds=seconds, slow_item=line)
+        return runner
 
     def launch(self, batch: ScheduledBatch) -> FinishedRun:
         """Run the batch's requests, all of which are new."""
@@ -103,17 +106,32 @@ class OneShotRunner:
                     request.error = error
                 else:
                     request.outputs = outputs
-        if batch.num_tokens == 1 and len(self._item_ms) < _NUM_MEASURED and not self.info.slow_item:
-            self._measure(1e3 * (time.monotonic() - begin))
+        if batch.num_tokens == 1 and len(self._item_ms) < _NUM_MEASURED:
+            self._item_ms.append(1e3 * (time.monotonic() - begin))
+            if line := self._slow_item():  # whose size is known from requests alone
+                log.warning("%s", line)
         for request in requests:
             request.inputs = None
         return FinishedRun.of(batch.step_id, requests)
 
-    def _measure(self, milliseconds: float) -> None:
-        """Log a slow item, for a model whose input sizes are known from requests alone."""
-        self._item_ms.append(milliseconds)
-        if len(self._item_ms) == _NUM_MEASURED and (line := _slow_item(min(self._item_ms), self._slice_ms)):
-            log.warning("%s", line)
+    def _try_item(self) -> None:
+        """Measure an item of zeros, unless the model raises or only requests tell a size."""
+        try:
+            inputs = {spec.name: _item_of_zeros(spec, self._signature.buckets) for spec in self._signature.inputs}
+            for _ in range(_NUM_MEASURED):
+                begin = time.monotonic()
+                self._run([inputs])
+                self._item_ms.append(1e3 * (time.monotonic() - begin))
+        except Exception as error:
+            log.info("an item of zeros was not run: %s", reason_of(error))
+
+    def _slow_item(self) -> str:
+        if len(self._item_ms) < _NUM_MEASURED or not 0.0 < self._slice_ms < min(self._item_ms):
+            return ""
+        return (
+            f"one item takes {min(self._item_ms):.0f} ms, longer than a slice (device_slice_ms {self._slice_ms:g}): "
+            "requests of other engines of the device wait for it"
+        )
 
     def _outputs(self, requests: Sequence[Request]) -> list[Arrays]:
         inputs = [request.inputs or {} for request in requests]
@@ -202,37 +220,9 @@ def not_finite(outputs: Arrays) -> NumericError | None:
     return None
 
 
-def _item_ms(adapter: Adapter, signature: Signature) -> float:
-    """Return the time of an item of zeros; 0 if the model raises, or a size has no bucket."""
-    try:
-        inputs = {
-            spec.name: np.zeros(_item_shape(spec, signature)[: len(own.dims)], DTYPES[spec.dtype])
-            for spec, own in zip(signature.inputs, adapter.signature.inputs, strict=True)
-        }
-        times = [time.monotonic()]
-        for _ in range(2):  # the first allocates
-            adapter.run(inputs)
-            times.append(time.monotonic())
-        return 1e3 * (times[2] - times[1])
-    except Exception as error:
-        log.info("an item of zeros was not run: %s", reason_of(error))
-        return 0.0
-
-
-def _item_shape(spec: TensorSpec, signature: Signature) -> list[int]:
-    return [
-        1 if axis == spec.batch_axis else dim if isinstance(dim, int) else signature.buckets[dim][0]
-        for axis, dim in enumerate(spec.dims)
-    ]
-
-
-def _slow_item(item_ms: float, slice_ms: float) -> str:
-    if not 0.0 < slice_ms < item_ms:
-        return ""
-    return (
-        f"one item takes {item_ms:.0f} ms, longer than a slice (device_slice_ms {slice_ms:g}): requests of other "
-        "engines of the device wait for it"
-    )
+def _item_of_zeros(spec: TensorSpec, buckets: Buckets) -> Array:
+    sizes = [1 if axis == spec.batch_axis or dim in buckets else dim for axis, dim in enumerate(spec.dims)]
+    return np.zeros(sizes, DTYPES[spec.dtype])  # raises for a size by name
 
 
 def _part(spec: TensorSpec, array: Array, begin: int, end: int) -> Array:

@@ -113,13 +113,12 @@ class KeptFiles:
         self._lock = threading.Lock()
         self._free: dict[str, SharedFile] = {}  # by name; the last used at the end
         self._lent: dict[str, SharedFile] = {}
-        self._num_free_bytes = 0
 
     def lend(self, size: int) -> SharedFile:
         """Return a file of at most twice the size. Raise `Busy`."""
         with self._lock:
             fitting = (name for name in reversed(self._free) if size <= len(self._free[name].memory) <= 2 * size)
-            file = self._take(name) if (name := next(fitting, "")) else _allocate(size)
+            file = self._free.pop(name) if (name := next(fitting, "")) else _allocate(size)
             self._lent[file.path.name] = file
             return file
 
@@ -127,23 +126,18 @@ class KeptFiles:
         with self._lock:
             if (file := self._lent.pop(name, None)) is None:
                 return
-            self._free[name] = file
-            self._num_free_bytes += len(file.memory)
             if not is_unused:
-                self._take(name).path.unlink(missing_ok=True)
-            while self._num_free_bytes > MAX_KEPT_BYTES:
-                self._take(next(iter(self._free))).path.unlink(missing_ok=True)
+                file.path.unlink(missing_ok=True)
+                return
+            self._free[name] = file
+            while sum(len(each.memory) for each in self._free.values()) > MAX_KEPT_BYTES:
+                self._free.pop(next(iter(self._free))).path.unlink(missing_ok=True)
 
     def close(self) -> None:
         with self._lock:
             for file in (*self._free.values(), *self._lent.values()):
                 file.path.unlink(missing_ok=True)
-            self._free, self._lent, self._num_free_bytes = {}, {}, 0
-
-    def _take(self, name: str) -> SharedFile:
-        file = self._free.pop(name)
-        self._num_free_bytes -= len(file.memory)
-        return file
+            self._free, self._lent = {}, {}
 
 
 kept_files = KeptFiles()

@@ -83,15 +83,12 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
         )
         return Signature(inputs, outputs, {name: tuple(sorted(sizes)) for name, sizes in buckets.items()})
 
-    def check(self, tensors: Iterable[tuple[str, str, Sequence[int]]], max_items: int) -> int:
+    @functools.lru_cache(1024)  # noqa: B019 - a process has one signature
+    def check(self, tensors: tuple[tuple[str, str, tuple[int, ...]], ...], max_items: int) -> int:
         """Check (name, dtype, shape) of each input. Return the size of the batch dimension, 1 without one.
 
         Raise `InvalidRequest`.
         """
-        return self._check(tuple((name, dtype, tuple(shape)) for name, dtype, shape in tensors), max_items)
-
-    @functools.lru_cache(1024)  # noqa: B019 - a process has one signature
-    def _check(self, tensors: tuple[tuple[str, str, tuple[int, ...]], ...], max_items: int) -> int:
         given = {name: (dtype, shape) for name, dtype, shape in tensors}
         known = {spec.name for spec in self.inputs}
         if given.keys() != known:

@@ -34,8 +34,7 @@ from tidewheel.bench.estimates import quantile
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.core import EngineCore
-from tidewheel.one_shot.adapters import load_adapter, with_kind
-from tidewheel.one_shot.model_file import Adapter
+from tidewheel.one_shot.adapters import Adapter, load_adapter, with_kind
 from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import DTYPES, Arrays, Signature

@@ -18,7 +18,6 @@ from tidewheel.errors import ConfigError, PromptTooLarge
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tensor_reader import RemoteCall, TensorRequest
-from tidewheel.one_shot import describe
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
 from tidewheel.one_shot.signature import Signature, dtype_name
@@ -26,15 +25,16 @@ from tidewheel.settings import MIB
 from tidewheel_process.process_tree import arguments
 
 _REPOSITORY = "--model-repository"
+_PRINT = "from tidewheel.one_shot.adapters import print_signature; print_signature()"
 
 
 def signature_of(config: EngineConfig) -> Signature:
     """Return a model's signature, read in a process of its own. Raise `ConfigError`."""
-    command = [python_executable(), "-P", "-m", describe.__name__, msgspec.json.encode(config.to_settings()).decode()]
+    command = [python_executable(), "-P", "-c", _PRINT, msgspec.json.encode(config.to_settings()).decode()]
     limit = config.engine_start_timeout_s
     try:
         done = subprocess.run(command, capture_output=True, env=python_environment(), timeout=limit, check=False)  # noqa: S603
-        found = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=describe.Description)
+        found = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Signature | str)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{config.model} was not loaded within {limit:g} s: raise engine_start_timeout_s") from None
     except msgspec.DecodeError:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from tidewheel.config import REMOTE, EngineConfig, Kind
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, converted
-from tidewheel.one_shot.signature import Signature
-from tidewheel.regular_files import open_regular
+from tidewheel.one_shot.signature import Arrays, Signature
+from tidewheel.regular_files import open_regular, parse_object
 from tidewheel.settings import nearest
 
 _Axis = Annotated[int, msgspec.Meta(ge=0)]
 _Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
 _MAX_REASON_CHARS = 500
+_KindT = TypeVar("_KindT")
+
+
+class Adapter(NamedTuple):
+    signature: Signature  # of the file, without the entry's settings
+    device: str  # such as "cpu (2 threads)"
+    weights_bytes: int  # 0: unknown
+    run: Callable[[Arrays], Arrays]  # must not write to the inputs; may raise anything
 
 
 class AdapterKind(NamedTuple):
@@ -84,3 +92,21 @@ def load_adapter(config: EngineConfig) -> tuple[Adapter, Signature]:
         text = " ".join(str(error).split())[:_MAX_REASON_CHARS] + " (is it whole?)" * (not isinstance(error, OSError))
         raise ConfigError(f"{path} cannot be loaded by {config.adapter}: {text}") from None
     return adapter, adapter.signature.with_settings(axes, buckets)
+
+
+def print_signature() -> None:
+    """Print the signature that the settings `argv[1]` give, or an error, in a process that may import any library."""
+    try:
+        config = EngineConfig.from_settings(msgspec.json.decode(sys.argv[1], type=dict[str, object]))
+        found: Signature | str = load_adapter(config)[1]
+    except ConfigError as error:
+        found = str(error)
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(found))
+
+
+def converted(text: str, setting: str, kind: type[_KindT]) -> _KindT:
+    """Return a setting's JSON object as `kind`. Raise `ConfigError`."""
+    try:
+        return msgspec.convert(parse_object(text, setting), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{setting} is {text}: {error}") from None

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, converted
+from tidewheel.one_shot.adapters import Adapter, converted
 from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
 from tidewheel.one_shot.torch_program import take_device
 from tidewheel.regular_files import read_object

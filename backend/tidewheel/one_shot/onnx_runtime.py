@@ -11,8 +11,8 @@ import onnxruntime
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, tensor_spec
-from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
+from tidewheel.one_shot.adapters import Adapter
+from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec, tensor_spec
 
 _CUDA = "CUDAExecutionProvider"
 _QUIET = 3  # errors alone

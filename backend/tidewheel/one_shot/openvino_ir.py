@@ -10,8 +10,8 @@ import openvino
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, tensor_spec
-from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
+from tidewheel.one_shot.adapters import Adapter
+from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec, tensor_spec
 
 _KINDS = {"f": "float", "i": "int", "u": "uint"}  # f32 is float32
 

@@ -12,7 +12,7 @@ import numpy as np
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, converted
+from tidewheel.one_shot.adapters import Adapter, converted
 from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.one_shot.signature import Signature, TensorSpec
 from tidewheel.request import Request

@@ -13,8 +13,7 @@ import numpy as np
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError, TidewheelError
-from tidewheel.one_shot.adapters import load_adapter
-from tidewheel.one_shot.model_file import Adapter
+from tidewheel.one_shot.adapters import Adapter, load_adapter
 from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Buckets, Signature, TensorSpec
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo

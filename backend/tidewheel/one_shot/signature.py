@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -41,6 +42,15 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def describe(self) -> str:
         return f"{self.name} {self.dtype} [{', '.join(map(str, self.dims))}]"
+
+
+def tensor_spec(path: Path, name: str, dtype: str, shape: Iterable[int | str | None]) -> TensorSpec:
+    """Return the spec of a tensor whose dtype has numpy's name; None is a dynamic size. Raise `ConfigError`."""
+    known = {kind.name: triton_name for kind, triton_name in _NAMES.items()}
+    if dtype not in known:
+        raise ConfigError(f"{path}: {name} is {dtype}, which is not served: cast it inside the model, to float32 say")
+    dims = tuple(f"{name}.{axis}" if size is None else size for axis, size in enumerate(shape))
+    return TensorSpec(name, known[dtype], dims)
 
 
 class Signature(msgspec.Struct, frozen=True, array_like=True):

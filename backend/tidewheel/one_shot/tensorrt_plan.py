@@ -10,8 +10,8 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, tensor_spec
-from tidewheel.one_shot.signature import DTYPES, Arrays, Signature, TensorSpec
+from tidewheel.one_shot.adapters import Adapter
+from tidewheel.one_shot.signature import DTYPES, Arrays, Signature, TensorSpec, tensor_spec
 
 _DEVICE = "cuda"
 _KINDS = {"FLOAT": "float32", "HALF": "float16"}  # others have numpy's names

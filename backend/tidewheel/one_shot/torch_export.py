@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, converted, tensor_spec
-from tidewheel.one_shot.signature import Signature, TensorSpec
+from tidewheel.one_shot.adapters import Adapter, converted
+from tidewheel.one_shot.signature import Signature, TensorSpec, tensor_spec
 from tidewheel.one_shot.torch_program import ProgramOptions, program, take_device
 
 _NATIVE = "data/aotinductor/"

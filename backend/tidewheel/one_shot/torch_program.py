@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.model_file import Adapter, converted
+from tidewheel.one_shot.adapters import Adapter, converted
 from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
 
 Call = Callable[[Sequence[torch.Tensor]], object]

@@ -153,7 +153,7 @@ def count_copies(options: argparse.Namespace, model: Path) -> dict[str, dict[str
     config = EngineConfig.from_settings(with_kind(settings_of(options, model)))
     adapter, signature = load_adapter(config)
     watched, counts = WatchedAdapter(adapter), {}
-    runner = OneShotRunner(watched.adapter, signature, OneShotRunner.load(config).info)
+    runner = OneShotRunner(watched.adapter, signature, config)
     for name, size in (("alone", 1), ("in a batch", 2)):
         sent = [PackedTensors.of(one_item(signature, options)) for _ in range(size)]  # 1: into shared memory
         engine = EngineSteps(runner, config)

@@ -65,3 +65,12 @@ def test_memory_is_used_again_once_the_engine_has_ended_the_request(
     sink.wait_end()
     assert (PackedTensors.of(X, keeps=True).file == inputs.file) is is_used_again
     assert len(list(shared_folder.iterdir())) == 1
+
+
+def test_memory_of_a_request_that_never_reached_the_engine_is_given_up(
+    front_end: tuple[FakeEngine, Frontend], shared_folder: Path
+) -> None:
+    sink = RecordingSink()
+    front_end[1].submit(TensorRequest(inputs=PackedTensors.of({"z": X["x"]}, keeps=True)), sink)
+    sink.wait_end()
+    assert sink.error is not None and not list(shared_folder.iterdir())

@@ -29,11 +29,15 @@ class Call:
 
     def __init__(self) -> None:
         self.outputs: Any = None
+        self.is_discarded = False
         self.done: Callable[[TidewheelError | None], None] | None = None
 
     def start(self, done: Callable[[TidewheelError | None], None]) -> None:
         assert self.done is None, "started twice"
         self.done = done
+
+    def discard(self) -> None:
+        self.is_discarded = True
 
     def succeed(self) -> None:
         assert self.done is not None
@@ -68,10 +72,11 @@ def test_a_call_starts_when_the_engine_says_so_and_its_outputs_are_the_answer(ha
     assert len(harness.engine.added[key].prompt) == 4 * 3 and call.done is None
     harness.frontend.on_run([key])
     call.succeed()
-    assert harness.engine.reported == [(key, None)] and not sink.num_ends
+    assert harness.engine.reported == [(key, None)] and not sink.num_ends and not call.is_discarded
     harness.frontend.on_deltas([delta(key, [0], "length", stats=stats())])
     sink.wait_end()
     assert sink.error is None and sink.chunks[0].tensors is OUTPUTS
+    assert call.is_discarded, "kept after the answer"
 
 
 def test_the_error_of_the_engine_is_the_answer(harness: Harness) -> None:
@@ -92,9 +97,10 @@ def test_an_end_without_outputs_is_an_error(harness: Harness, reason: str, tag: 
 
 
 def test_a_request_that_is_gone_is_reported_so_that_the_engine_does_not_wait(harness: Harness) -> None:
-    key, _, sink = harness.submit()
+    key, call, sink = harness.submit()
     sink.gone.set()
     sink.wait_end()
+    assert call.is_discarded
     harness.engine.wait_cancelled(key)
     harness.frontend.on_run([key, 99])
     assert [reported for reported, _ in harness.engine.reported][-1] == 99

@@ -8,17 +8,13 @@ import pytest
 
 from support.one_shot.fake_adapter import BAD, FakeAdapter
 from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
+from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError
+from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
 from tidewheel.request import Request
-from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams
-
-INFO = RunnerInfo(
-    model="m", architecture="fake", device="cpu", dtype="", vocab_size=1, max_model_len=9, max_num_seqs=8,
-    max_num_batched_tokens=8, block_size=9, weights_bytes=0,
-)  # fmt: skip
 
 
 class Ran:
@@ -26,7 +22,8 @@ class Ran:
 
     def __init__(self, adapter: FakeAdapter, *inputs: Arrays, **options: Any) -> None:
         signature = adapter.signature.with_settings(options.pop("batch_axes", {}), options.pop("buckets", {}))
-        self.runner = OneShotRunner(adapter, signature, INFO, **options)
+        config = EngineConfig.from_settings(with_kind({"model": "m.onnx", **options}))
+        self.runner = OneShotRunner(adapter, signature, config)
         self.adapter = adapter
         self.step(*inputs)
 

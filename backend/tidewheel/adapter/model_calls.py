@@ -101,7 +101,6 @@ class ModelCall:
         self._model.threads.submit(self._run, done)
 
     def discard(self) -> None:
-        """Free the tensors of a request that was answered."""
         self._inputs, self.outputs = [], None
 
     def _run(self, done: Callable[[TidewheelError | None], None]) -> None:

@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.adapter.model_calls import ModelCall
 from tidewheel.adapter.tensors import ResponseFormat
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError, printable
 from tidewheel.frontend.output import OutputChunk, Response, is_last
-from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.sampling import TopLogprobs
 
 _COUNTS = frozenset(("num_input_tokens", "num_output_tokens"))  # tensors of few values
@@ -39,7 +37,6 @@ class TritonSink:
 
     def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
         self.format = ResponseFormat()  # set before sending
-        self.inputs: PackedTensors | ModelCall | None = None  # of a one-shot request, discarded at the end
         self._sender = sender
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -81,7 +78,7 @@ class TritonSink:
         self._sender.send(pb_utils.InferenceResponse(last), flags=_FINAL if is_final else 0)
         if is_final:
             self._is_open = False
-            self._end()
+            self._on_end()
 
     def _fail(self, error: TidewheelError) -> None:
         if not self._is_open:
@@ -91,11 +88,6 @@ class TritonSink:
             self._sender.send(error_response(error), flags=_FINAL)
         except Exception as reason:
             pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
-        self._end()
-
-    def _end(self) -> None:
-        if self.inputs is not None:
-            self.inputs.discard()
         self._on_end()
 
     def _texts_of(self, response: Response) -> list[str]:

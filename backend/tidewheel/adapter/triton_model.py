@@ -96,9 +96,7 @@ class TritonPythonModel:
         if config.kind != "text":
             call = None if self._called is None else ModelCall(self._called, request)
             stream = config.kind == "iterative" and self._settings.entry.decoupled
-            asked = read_tensors(request, frontend, config.max_input_mb, arrival_ns, call, stream=stream)
-            sink.inputs = call or asked.inputs
-            return asked
+            return read_tensors(request, frontend, config.max_input_mb, arrival_ns, call, stream=stream)
         generate, sink.format = read_request(
             request,
             frontend,

@@ -380,7 +380,10 @@ class Frontend:
 
 
 def _discard(request: LiveRequest) -> None:
-    """Give up the shared memory of a request's tensors."""
-    message = request.prepared.message
-    if message is not None and message.inputs is not None:
-        message.inputs.discard(is_unused=request.has_left_engine)
+    """Give up the memory of a request's tensors."""
+    asked, message = request.asked, request.prepared.message
+    inputs = asked.inputs if isinstance(asked, TensorRequest) else message and message.inputs
+    if inputs is not None:
+        inputs.discard(is_unused=request.has_left_engine)
+    if isinstance(asked, TensorRequest) and asked.call is not None:
+        asked.call.discard()

@@ -37,6 +37,8 @@ class RemoteCall(Protocol):
 
     def start(self, done: Callable[[TidewheelError | None], None]) -> None: ...  # `done` is called on any thread
 
+    def discard(self) -> None: ...  # frees the tensors of a request that is answered
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRequest(GenerateRequest):

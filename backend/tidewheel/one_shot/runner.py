@@ -47,34 +47,16 @@ class OneShotRunner:
     A request takes its outputs or its error. If a batch fails, each of its requests is tried alone, once.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        signature: Signature,
-        info: RunnerInfo,
-        *,
-        check_finite: bool = True,
-        slice_ms: float = 0.0,
-    ) -> None:
-        self.info = info
+    def __init__(self, adapter: Adapter, signature: Signature, config: EngineConfig) -> None:
+        self._config = config
         self._adapter = adapter
         self._signature = signature
-        self._check_finite = check_finite
         self._may_join = signature.is_batched
-        self._slice_ms = slice_ms
         self._item_ms: list[float] = []
         self._rooms: dict[str, Array] = {}  # of joined inputs, by name: new memory costs as much as the copy
-
-    @classmethod
-    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
-        """Load the model. Raise `ConfigError`."""
-        begin = time.monotonic()
-        if progress is not None:
-            progress("load", 0.0)
-        adapter, signature = load_adapter(config)
         max_items = config.max_num_batched_tokens if signature.is_batched or config.is_remote else 1
         num_rows = config.max_num_seqs if config.is_remote else min(config.max_num_seqs, max_items)
-        info = RunnerInfo(
+        self.info = RunnerInfo(
             model=config.model,
             architecture=config.adapter,
             device=adapter.device,
@@ -88,10 +70,17 @@ class OneShotRunner:
             weights_bytes=adapter.weights_bytes,
             signature=signature,
         )
-        runner = cls(adapter, signature, info, check_finite=config.check_finite, slice_ms=config.device_slice_ms)
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
+        """Load the model. Raise `ConfigError`."""
+        begin = time.monotonic()
+        if progress is not None:
+            progress("load", 0.0)
+        runner = cls(*load_adapter(config), config)
         runner._try_item()
         seconds, line = time.monotonic() - begin, runner._slow_item()
-        runner.info = msgspec.structs.replace(info, load_seconds=seconds, slow_item=line)
+        runner.info = msgspec.structs.replace(runner.info, load_seconds=seconds, slow_item=line)
         return runner
 
     def launch(self, batch: ScheduledBatch) -> FinishedRun:
@@ -101,7 +90,7 @@ class OneShotRunner:
         begin = time.monotonic()
         for some in [requests] if self._may_join else [[request] for request in requests]:
             for request, outputs in each_of(some, self._outputs):
-                if self._check_finite and (error := not_finite(outputs)):
+                if self._config.check_finite and (error := not_finite(outputs)):
                     request.error = error
                 else:
                     request.outputs = outputs
@@ -125,10 +114,11 @@ class OneShotRunner:
             log.info("an item of zeros was not run: %s", reason_of(error))
 
     def _slow_item(self) -> str:
-        if len(self._item_ms) < _NUM_MEASURED or not 0.0 < self._slice_ms < min(self._item_ms):
+        slice_ms = self._config.device_slice_ms
+        if len(self._item_ms) < _NUM_MEASURED or not 0.0 < slice_ms < min(self._item_ms):
             return ""
         return (
-            f"one item takes {min(self._item_ms):.0f} ms, longer than a slice (device_slice_ms {self._slice_ms:g}): "
+            f"one item takes {min(self._item_ms):.0f} ms, longer than a slice (device_slice_ms {slice_ms:g}): "
             "requests of other engines of the device wait for it"
         )
 

@@ -81,8 +81,7 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
     save_file(tensors, path)
     destinations = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     chunks = plan_chunks(read_tensors(path), destinations, SLOT_BYTES)
-    num_slots = SLOTS_PER_READER * num_readers()
-    ring = RingSink(_NoDevice(), num_slots, SLOT_BYTES)
+    ring = RingSink(_NoDevice(), SLOTS_PER_READER * num_readers(), SLOT_BYTES)
 
     def stream(carrier: ChunkSink) -> None:
         stream_chunks(chunks, carrier, lambda _: None)
@@ -103,7 +102,7 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
         "mapped": mapped,
         "memcpy": memcpy,
         "ring": lambda: stream(ring),
-        "straight": lambda: stream(HostSink(num_slots)),
+        "straight": lambda: stream(HostSink()),
     }
     warm = {name: lambda run=run: processor_seconds(run) for name, run in runs.items()}
     cold = {name: lambda run=runs[name]: elapsed_cold(path, run) for name in ("ring", "mapped")}

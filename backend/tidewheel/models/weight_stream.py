@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ SLOT_BYTES = 8 << 20
 SLOTS_PER_READER = 2  # one is read while the other is copied
 
 BytesRead = Callable[[int], None]  # called with the bytes read since the last call
+ReadInto = Callable[[torch.Tensor], None]  # reads a chunk into [chunk.size] uint8
 
 
 class StoredTensor(NamedTuple):
@@ -71,19 +73,13 @@ def plan_chunks(
 class HostSink:
     """Host memory: read directly, or through a buffer to convert the dtype."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._read: dict[int, torch.Tensor] = {}
-
-    def buffer(self, index: int, chunk: FileChunk) -> torch.Tensor:
+    def load(self, chunk: FileChunk, read: ReadInto) -> None:
         if not chunk.is_converted:
-            return chunk.destination.view(torch.uint8)
-        self._read[index] = memory = torch.empty(chunk.size, dtype=torch.uint8)
-        return memory
-
-    def deliver(self, index: int, chunk: FileChunk) -> None:
-        if chunk.is_converted:
-            chunk.destination.copy_(self._read.pop(index).view(chunk.dtype))
+            read(chunk.destination.view(torch.uint8))
+            return
+        memory = torch.empty(chunk.size, dtype=torch.uint8)
+        read(memory)
+        chunk.destination.copy_(memory.view(chunk.dtype))
 
     def finish(self) -> None:
         pass
@@ -117,36 +113,34 @@ class CudaCopyStream:
         self._stream.synchronize()
 
 
-class RingSink:
-    """Destination on a GPU, through a ring of pinned buffers.
+class PinnedSlot(NamedTuple):
+    memory: torch.Tensor
+    copied: torch.cuda.Event | None = None
 
-    Chunk i may be read after chunk ``i - num_slots`` is delivered.
-    """
+
+class RingSink:
+    """Destination on a GPU, through pinned buffers: each is read into again after its copy, the oldest first."""
 
     def __init__(self, stream: CudaCopyStream, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots = num_slots
         self._stream = stream
         self._slot_bytes = slot_bytes
-        self._slots: list[torch.Tensor | None] = [None] * num_slots
-        self._copied: list[torch.cuda.Event | None] = [None] * num_slots
+        self._slots: SimpleQueue[PinnedSlot | None] = SimpleQueue()
+        for _ in range(num_slots):
+            self._slots.put(None)  # allocated late: small models need few
 
-    def buffer(self, index: int, chunk: FileChunk) -> torch.Tensor:
-        """Wait for a buffer and return [chunk.size] uint8. Callable from any thread."""
-        slot = index % self.num_slots
-        copied, memory = self._copied[slot], self._slots[slot]
-        if copied is not None:
-            copied.synchronize()
-        if memory is None:  # late: small models need few
-            self._slots[slot] = memory = self._stream.allocate(self._slot_bytes)
-        return memory[: chunk.size]
-
-    def deliver(self, index: int, chunk: FileChunk) -> None:
-        """Start the copy of a chunk to its tensor. One thread calls this, in order."""
-        slot = index % self.num_slots
-        memory = self._slots[slot]
-        assert memory is not None, "a chunk is read before it is delivered"
-        self._stream.copy(memory[: chunk.size].view(chunk.dtype), chunk.destination)
-        self._copied[slot] = self._stream.mark()
+    def load(self, chunk: FileChunk, read: ReadInto) -> None:
+        slot = self._slots.get()
+        try:
+            if slot is None:
+                slot = PinnedSlot(self._stream.allocate(self._slot_bytes))
+            elif slot.copied is not None:
+                slot.copied.synchronize()
+            memory = slot.memory[: chunk.size]
+            read(memory)
+            self._stream.copy(memory.view(chunk.dtype), chunk.destination)
+            slot = PinnedSlot(slot.memory, self._stream.mark())
+        finally:
+            self._slots.put(slot)
 
     def finish(self) -> None:
         self._stream.finish()
@@ -165,23 +159,15 @@ def copy_tensors(
     """Copy tensors to contiguous destinations on one device. Raise `ConfigError`."""
     if not destinations:
         return
-    device, num_slots = next(iter(destinations.values())).device, SLOTS_PER_READER * num_readers()
-    sink: ChunkSink = HostSink(num_slots)
+    device = next(iter(destinations.values())).device
+    sink: ChunkSink = HostSink()
     if device.type == "cuda":
-        sink = RingSink(CudaCopyStream(device), num_slots, SLOT_BYTES)
+        sink = RingSink(CudaCopyStream(device), SLOTS_PER_READER * num_readers(), SLOT_BYTES)
     stream_chunks(plan_chunks(tensors, destinations, SLOT_BYTES), sink, lambda chunk: read(chunk.size))
 
 
 def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Callable[[FileChunk], None]) -> None:
-    """Read and deliver all chunks, calling `delivered`. Raise `ConfigError`."""
-    reading: deque[tuple[int, FileChunk, Future[None]]] = deque()
-
-    def deliver_oldest() -> None:
-        index, chunk, done = reading.popleft()
-        done.result()
-        sink.deliver(index, chunk)
-        delivered(chunk)
-
+    """Load all chunks, calling `delivered` in their order. Raise `ConfigError`."""
     with contextlib.ExitStack() as stack:
         descriptors: dict[Path, int] = {}
         for path in dict.fromkeys(chunk.file for chunk in chunks):
@@ -189,21 +175,20 @@ def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Calla
                 descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, descriptors[path])
             os.posix_fadvise(descriptors[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+        def load(chunk: FileChunk) -> FileChunk:
+            sink.load(chunk, partial(_read, descriptors[chunk.file], chunk))
+            return chunk
+
         readers = ThreadPoolExecutor(num_readers(), thread_name_prefix="weights")
         stack.callback(readers.shutdown, cancel_futures=True)
-        for index, chunk in enumerate(chunks):
-            if len(reading) == sink.num_slots:
-                deliver_oldest()
-            done = readers.submit(_read, descriptors[chunk.file], chunk, sink, index)
-            reading.append((index, chunk, done))
-        while reading:
-            deliver_oldest()
+        for chunk in readers.map(load, chunks):
+            delivered(chunk)
         sink.finish()
 
 
-def _read(descriptor: int, chunk: FileChunk, sink: ChunkSink, index: int) -> None:
-    rest = sink.buffer(index, chunk).numpy().data
-    end = chunk.begin + chunk.size
+def _read(descriptor: int, chunk: FileChunk, memory: torch.Tensor) -> None:
+    rest, end = memory.numpy().data, chunk.begin + chunk.size
     with _as_config_error(chunk.file):
         while rest:
             size = os.preadv(descriptor, [rest], end - len(rest))

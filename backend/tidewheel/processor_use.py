@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 PERIOD_S = 0.25  # between readings
-MIN_NICED = 0.01  # of a processor, smoothed
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _USER, _SYSTEM = 11, 12  # of /proc/PID/stat, after the name
 _NICED, _IDLE, _IO_WAIT = 2, 4, 5  # of a line of /proc/stat
@@ -26,17 +25,6 @@ class ProcessorUse(NamedTuple):
     def free(self) -> int:
         """Processors that the processes asked about use or may have."""
         return int(self.used + self.idle + self.niced + 0.5)
-
-
-class NicedNeighbours:
-    """Processes that give way: whether some run, and leave `count` processors."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._niced = count, 0.0
-
-    def observe(self, use: ProcessorUse) -> bool:
-        self._niced += (use.niced - self._niced) / 2
-        return self._niced > MIN_NICED and use.free >= self._count
 
 
 class ProcessorMeter:

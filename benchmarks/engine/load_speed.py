@@ -28,9 +28,9 @@ from tidewheel.models.weight_stream import (
     MAX_READERS,
     SLOT_BYTES,
     SLOTS_PER_READER,
-    ChunkSink,
-    HostSink,
-    RingSink,
+    LoadChunk,
+    PinnedRing,
+    load_to_host,
     num_readers,
     plan_chunks,
     stream_chunks,
@@ -81,10 +81,10 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
     save_file(tensors, path)
     destinations = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     chunks = plan_chunks(read_tensors(path), destinations, SLOT_BYTES)
-    ring = RingSink(_NoDevice(), SLOTS_PER_READER * num_readers(), SLOT_BYTES)
+    ring = PinnedRing(_NoDevice(), SLOTS_PER_READER * num_readers(), SLOT_BYTES)
 
-    def stream(carrier: ChunkSink) -> None:
-        stream_chunks(chunks, carrier, lambda _: None)
+    def stream(load: LoadChunk) -> None:
+        stream_chunks(chunks, load, lambda _: None)
 
     def memcpy() -> None:
         for name, tensor in tensors.items():
@@ -101,8 +101,8 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
     runs = {
         "mapped": mapped,
         "memcpy": memcpy,
-        "ring": lambda: stream(ring),
-        "straight": lambda: stream(HostSink()),
+        "ring": lambda: stream(ring.load),
+        "straight": lambda: stream(load_to_host),
     }
     warm = {name: lambda run=run: processor_seconds(run) for name, run in runs.items()}
     cold = {name: lambda run=runs[name]: elapsed_cold(path, run) for name in ("ring", "mapped")}

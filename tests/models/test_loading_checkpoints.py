@@ -72,7 +72,7 @@ def test_every_tensor_arrives(folder: Path) -> None:
     expected = load_file(folder / SINGLE_NAME)
     fresh = Decoder(model.config, max_model_len=8, dtype=torch.float32, device=CPU)
     assert set(fresh.destinations) == set(expected)
-    assert torch.equal(model.embedding, expected["model.embed_tokens.weight"])
+    assert torch.equal(model.embedding.weight, expected["model.embed_tokens.weight"])
     assert torch.equal(model.layers[1].mlp_norm, expected["model.layers.1.post_attention_layernorm.weight"])
     assert model.weights_bytes == sum(tensor.nbytes for tensor in expected.values())
 
@@ -88,7 +88,7 @@ def test_shards_hold_the_same_model(sharded: Path, tmp_path_factory: pytest.Temp
 
 def test_weights_are_converted(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
-    assert load(folder).embedding.dtype == torch.float32
+    assert load(folder).embedding.weight.dtype == torch.float32
 
 
 def test_progress_goes_from_start_to_end(folder: Path) -> None:
@@ -199,8 +199,8 @@ def test_the_context_is_a_limit(folder: Path) -> None:
 def test_dummy_weights_depend_on_the_seed_only(folder: Path) -> None:
     (folder / SINGLE_NAME).unlink()
     first, same, other = (load(folder, load_format="dummy", seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first.embedding, same.embedding)
-    assert not torch.equal(first.embedding, other.embedding)
+    assert torch.equal(first.embedding.weight, same.embedding.weight)
+    assert not torch.equal(first.embedding.weight, other.embedding.weight)
     assert torch.equal(first.norm, torch.ones(64))
 
 
@@ -229,7 +229,7 @@ def test_the_lm_head_of_a_tied_model_is_its_embedding(tmp_path: Path) -> None:
     tiny_models.save(lambda: tiny_models.llama(tie_word_embeddings=True), tmp_path)
     model = load(tmp_path)
     x = torch.randn(5, 64)
-    torch.testing.assert_close(model.lm_head(x), x @ model.embedding.T)
+    torch.testing.assert_close(model.lm_head(x), x @ model.embedding.weight.T)
 
 
 def test_packed_weights_compute_the_same() -> None:

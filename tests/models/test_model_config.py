@@ -113,7 +113,6 @@ def test_windows_of_qwen2(changes: dict[str, object], windows: tuple[int, ...]) 
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not offered: .*ALiBi"),
         ({"architectures": ["MambaForCausalLM"]}, "recurrent state"),
         ({"architectures": ["GptOssForCausalLM"]}, "sinks"),
-        ({"vision_config": {"a": 1}}, "multimodal"),
     ],
 )
 def test_refusals_name_the_key_and_the_value(changes: dict[str, object], message: str) -> None:
@@ -142,6 +141,7 @@ def test_layer_types_must_fit() -> None:
         (b"[1]", "it must be a JSON object"),
         (json.dumps({**LLAMA, "auto_map": {"AutoModel": "evil.Model"}}).encode(), "run code from the model folder"),
         (json.dumps({**LLAMA, "quantization_config": {"bits": 4}}).encode(), "quantised"),
+        (json.dumps({**LLAMA, "vision_config": {"a": 1}}).encode(), "multimodal"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
+from tidewheel.models import weight_stream
 from tidewheel.models.safetensors_file import read_tensors
+from tidewheel.models.weight_source import uncounted
 from tidewheel.models.weight_stream import (
-    CudaCopyStream,
+    BytesRead,
     FileChunk,
-    HostSink,
-    RingSink,
+    PinnedRing,
     StoredTensor,
+    copy_tensors,
+    load_to_host,
     plan_chunks,
     stream_chunks,
 )
@@ -78,8 +81,13 @@ class HastyLane(LateLane):
         return LateEvent(self, 0)
 
 
-def ring(lane: LateLane) -> RingSink:
-    return RingSink(lane, NUM_SLOTS, SLOT_BYTES)
+def through_ring(lane: LateLane, chunks: list[FileChunk], done: BytesRead = uncounted) -> None:
+    stream_chunks(chunks, PinnedRing(lane, NUM_SLOTS, SLOT_BYTES).load, done)
+    lane.finish()
+
+
+def to_host(chunks: list[FileChunk]) -> None:
+    stream_chunks(chunks, load_to_host, uncounted)
 
 
 def checkpoint(folder: Path, num_files: int = 3) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor]]:
@@ -100,20 +108,18 @@ def checkpoint(folder: Path, num_files: int = 3) -> tuple[dict[str, StoredTensor
     return stored, tensors
 
 
-def nothing(_chunk: FileChunk) -> None:
-    pass
-
-
 def empty_like(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(t.shape, dtype=dtype or t.dtype) for name, t in tensors.items()}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as they are", "converted"])
-@pytest.mark.parametrize("make", [HostSink, lambda: ring(LateLane())], ids=["host", "ring"])
-def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingSink], dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("load", [to_host, lambda chunks: through_ring(LateLane(), chunks)], ids=["host", "ring"])
+def test_every_tensor_arrives(
+    tmp_path: Path, load: Callable[[list[FileChunk]], None], dtype: torch.dtype | None
+) -> None:
     stored, tensors = checkpoint(tmp_path)
     destinations = empty_like(tensors, dtype)
-    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), make(), nothing)
+    load(plan_chunks(stored, destinations, SLOT_BYTES))
     for name, tensor in tensors.items():
         assert torch.equal(destinations[name], tensor.to(destinations[name].dtype)), name
 
@@ -121,12 +127,14 @@ def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingSink], dtyp
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as they are", "converted"])
-def test_every_tensor_arrives_on_a_gpu(tmp_path: Path, dtype: torch.dtype | None) -> None:
+def test_every_tensor_arrives_on_a_gpu(
+    tmp_path: Path, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_stream, "SLOT_BYTES", SLOT_BYTES)
     device = torch.device("cuda", torch.cuda.current_device())
     stored, tensors = checkpoint(tmp_path, num_files=40)
     destinations = {name: tensor.to(device) for name, tensor in empty_like(tensors, dtype).items()}
-    carrier = RingSink(CudaCopyStream(device), NUM_SLOTS, SLOT_BYTES)
-    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), carrier, nothing)
+    copy_tensors(stored, destinations, uncounted)
     for name, tensor in tensors.items():
         assert torch.equal(destinations[name].cpu(), tensor.to(destinations[name].dtype)), name
 
@@ -135,7 +143,7 @@ def test_a_slot_is_read_into_only_after_its_copies(tmp_path: Path) -> None:
     """Without the wait the same stream delivers wrong weights: the late lane would show it."""
     stored, tensors = checkpoint(tmp_path)
     destinations = empty_like(tensors, None)
-    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), ring(HastyLane()), nothing)
+    through_ring(HastyLane(), plan_chunks(stored, destinations, SLOT_BYTES))
     assert any(not torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
 
 
@@ -143,16 +151,16 @@ def test_host_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     stored, tensors = checkpoint(tmp_path, num_files=6)
     lane = LateLane()
     chunks = plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES)
-    stream_chunks(chunks, ring(lane), nothing)
+    through_ring(lane, chunks)
     assert len(chunks) > 10 * NUM_SLOTS
     assert [memory.nbytes for memory in lane.allocated] == [SLOT_BYTES] * NUM_SLOTS
 
 
-def test_chunks_are_delivered_in_order(tmp_path: Path) -> None:
+def test_chunks_are_counted_in_order(tmp_path: Path) -> None:
     stored, tensors = checkpoint(tmp_path)
-    chunks, seen = plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), []
-    stream_chunks(chunks, ring(LateLane()), seen.append)
-    assert seen == chunks
+    chunks, seen = plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), list[int]()
+    through_ring(LateLane(), chunks, seen.append)
+    assert seen == [chunk.size for chunk in chunks]
 
 
 def test_a_plan_covers_every_byte_once_and_nothing_else(tmp_path: Path) -> None:
@@ -183,7 +191,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     with path.open("r+b") as handle:
         handle.truncate(min(item.begin for item in stored.values() if item.file == path) + 10)
     with pytest.raises(ConfigError) as caught:
-        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+        through_ring(LateLane(), plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES))
     assert str(caught.value) == f"{path} became shorter while it was read: download it again"
 
 
@@ -191,7 +199,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     stored, tensors = checkpoint(tmp_path)
     monkeypatch.setattr("os.preadv", fail)
     with pytest.raises(ConfigError) as caught:
-        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+        through_ring(LateLane(), plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES))
     assert str(caught.value) == f"{tmp_path / '0.safetensors'} cannot be read: Input/output error"
 
 
@@ -203,7 +211,7 @@ def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
     stored, tensors = checkpoint(tmp_path)
     (tmp_path / "2.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"2\.safetensors cannot be read: No such file or directory"):
-        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+        through_ring(LateLane(), plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES))
 
 
 def test_reads_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,22 +221,22 @@ def test_reads_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch:
     whole = os.preadv
     monkeypatch.setattr("os.preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset))
     destinations = empty_like(tensors, None)
-    stream_chunks(plan_chunks(stored, destinations, SLOT_BYTES), HostSink(), nothing)
+    to_host(plan_chunks(stored, destinations, SLOT_BYTES))
     assert all(torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
 
 
 def test_who_stops_the_load_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
     stored, tensors = checkpoint(tmp_path)
     open_before = len(list(Path("/proc/self/fd").iterdir()))
-    delivered: list[FileChunk] = []
+    delivered: list[int] = []
 
-    def stop(chunk: FileChunk) -> None:
-        delivered.append(chunk)
+    def stop(num_bytes: int) -> None:
+        delivered.append(num_bytes)
         if len(delivered) == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stream_chunks(plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), stop)
+        through_ring(LateLane(), plan_chunks(stored, empty_like(tensors, None), SLOT_BYTES), stop)
     assert len(delivered) == 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before

@@ -132,7 +132,7 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path), device="cpu", pressure_quantization="int8")
     plan = plan_model(tmp_path, read_config(tmp_path), config, CPU)
     stored = {name: StoredTensor(Path(), shape, GroupFormat(8)) for name, shape in plan.native.shapes.items()}
-    with pytest.raises(ConfigError, match=r"pressure_quantization is int8, .* quantised already: set it to none"):
+    with pytest.raises(ConfigError, match=r"pressure_quantization is int8: .* quantised already; set it to none"):
         plan.check_fits(SimpleNamespace(tensors=stored))
 
 

@@ -65,7 +65,7 @@ def test_the_first_step_after_a_pause_is_looked_at_while_it_runs(monkeypatch: py
     log: list[object] = []
     use, has_begun, threads = ProcessorUse(used=1.1, idle=0.1), mock.Mock(), mock.Mock()
     has_begun.wait.side_effect = [False, True, True]
-    threads.follow = log.append
+    threads.observe = log.append
     monkeypatch.setattr("time.sleep", log.append)
     monkeypatch.setattr(ProcessorMeter, "read", lambda _: log.append("read") or use)  # type: ignore[func-returns-value]
     alive = iter((threads, threads, threads))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.errors import ConfigError
-from tidewheel.model_formats import config_refusal
 from tidewheel.models.config_fields import MAX_CONTEXT, ConfigFields
 from tidewheel.models.model_folder import architecture
 from tidewheel.models.rope_table import RopeConfig, parse_rope
@@ -59,8 +58,6 @@ def native_traits(fields: ConfigFields) -> NativeTraits | None:
     for cause, names in REFUSED.items():
         if name in names:
             raise ConfigError(f"{fields.where}: {name} is not offered: {cause}")
-    if refusal := config_refusal(fields.values):
-        raise ConfigError(f"{fields.where}: {refusal}")
     return NATIVE.get(name)
 
 
@@ -68,16 +65,14 @@ def not_offered(name: str, cause: str) -> ConfigError:
     return ConfigError(f"{name} is not offered: {cause}")
 
 
-def check_class(cls: Any, name: str) -> None:
+def check_offered(cls: Any, config: Any) -> None:
+    """Raise `ConfigError` for a class of transformers with this configuration."""
     if getattr(cls, "_is_stateful", False):
-        raise not_offered(name, _RECURRENT)
+        raise not_offered(cls.__name__, _RECURRENT)
     if "logits_to_keep" not in inspect.signature(cls.forward).parameters:
-        raise not_offered(name, "it computes the logits of every token (no logits_to_keep)")
-
-
-def check_config(config: Any, name: str) -> None:
+        raise not_offered(cls.__name__, "it computes the logits of every token (no logits_to_keep)")
     for problem in _problems(config):
-        raise not_offered(name, problem)
+        raise not_offered(cls.__name__, problem)
 
 
 def _problems(config: Any) -> Iterator[str]:
@@ -92,16 +87,10 @@ def _problems(config: Any) -> Iterator[str]:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             yield f"it has layers of type {kind}"
-    for rope_type in _rope_types(config):
-        if rope_type in BATCH_DEPENDENT_ROPE:
-            yield f"rope_type {rope_type} depends on the longest sequence of the batch"
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    parameters = getattr(config, "rope_parameters", None)
-    if isinstance(parameters, dict):
-        for section in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-            yield str(section.get("rope_type", "default"))
+    rope = getattr(config, "rope_parameters", None)
+    for section in (rope, *rope.values()) if isinstance(rope, dict) else ():  # some have one for each type of layer
+        if isinstance(section, dict) and section.get("rope_type") in BATCH_DEPENDENT_ROPE:
+            yield f"rope_type {section['rope_type']} depends on the longest sequence of the batch"
 
 
 MAX_LAYERS = 1024

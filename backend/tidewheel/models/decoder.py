@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding
 
 from tidewheel.batch import WeightVariant
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
-from tidewheel.models.linear import Linear, Weights
+from tidewheel.models.linear import Weights
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
@@ -119,8 +118,7 @@ class Decoder(NativeModel):
         self.layers = [DecoderLayer(config, layer, weights, self._cos_sin) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm", config.hidden_size)
         self.lm_head = self.output_layer(weights, "lm_head", self.embedding, is_tied=config.tie_word_embeddings)
-        self._decode_layers: DecodeLayers | None = None  # of the weights in use
-        self._decode_layers_of: dict[WeightVariant, DecodeLayers | None] = {}
+        self._decode_layers: dict[WeightVariant, DecodeLayers | None] = {}
 
     def ignores(self, name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
@@ -131,7 +129,7 @@ class Decoder(NativeModel):
         variants: tuple[WeightVariant, ...] = ("quantized", "full") if self._copies else ("full",)
         for weights in variants:
             self.use(weights)
-            self._decode_layers_of[weights] = self._decode_layers = self._bound_layers()
+            self._decode_layers[weights] = self._bound_layers()
 
     def _bound_layers(self) -> DecodeLayers | None:
         config = self.config
@@ -141,10 +139,6 @@ class Decoder(NativeModel):
         if len(found) < len(weights) or not fits_decode_layers(found, heads):
             return None
         return DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
-
-    def use(self, weights: WeightVariant) -> None:
-        super().use(weights)
-        self._decode_layers = self._decode_layers_of.get(weights)
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
         return self.logits(*self._run_layers(step), step.logit_indices)
@@ -157,12 +151,6 @@ class Decoder(NativeModel):
         )
         return self.logits_of(sampled), states
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return token embeddings [T, hidden_size]."""
-        if isinstance(self.embedding, Linear):
-            return self.embedding.rows(token_ids)
-        return embedding(token_ids, self.embedding)
-
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
         """Return logits [S, vocab_size] from the last layer's result."""
         if len(logit_indices) < len(x):
@@ -174,8 +162,8 @@ class Decoder(NativeModel):
 
     def _run_layers(self, step: ForwardInput) -> tuple[torch.Tensor, torch.Tensor]:
         meta = step.meta
-        x, places = self.embed(step.token_ids), TokenLocations(step.positions, meta.slot_mapping)
-        fused = self._decode_layers
+        x, places = self.embedding.rows(step.token_ids), TokenLocations(step.positions, meta.slot_mapping)
+        fused = self._decode_layers.get(self.variant)
         if fused is not None and len(x) == meta.num_decodes <= fused.max_rows and step.kv_layers[0].scales is None:
             return x, fused.run(x, step.positions, meta, step.kv_layers)
         residual: torch.Tensor | None = None

@@ -158,10 +158,10 @@ class Weights:
         self.by_name[f"{name}.{part}"] = tensor = self._empty(*shape)
         return tensor
 
-    def table(self, name: str, num_rows: int, width: int) -> torch.Tensor | Linear:
-        """Return an embedding table, as a `Linear` if it is quantised."""
+    def table(self, name: str, num_rows: int, width: int) -> Linear:
+        """Return an embedding table, of which only `rows` are read."""
         if self._format_of([f"{name}.weight"]) is None:
-            return self.tensor(name, num_rows, width)
+            return Linear(self.tensor(name, num_rows, width), None, None, {})
         return self.linear("", width, {name: num_rows})
 
     def linear(

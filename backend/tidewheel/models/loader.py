@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,10 +51,10 @@ class ModelPlan(NamedTuple):
 
     def open_source(self) -> WeightSource:
         """Return the checked checkpoint, or random weights. Raise `ConfigError`."""
+        shapes = {} if self.native is None else self.native.shapes
         if self.config.load_format == "dummy":
-            shapes = {} if self.native is None else self.native.shapes
             return RandomWeights(shapes, self.dtype, self.config.seed)
-        source = open_checkpoint(self.folder, self.fields, {} if self.native is None else self.native.shapes)
+        source = open_checkpoint(self.folder, self.fields, shapes)
         if self.native is not None:
             check_names(source, self.native.shapes, self.native.ignores, self.folder)
         elif any(isinstance(stored.kind, GroupFormat) for stored in source.tensors.values()):
@@ -83,12 +83,10 @@ class ModelPlan(NamedTuple):
             device=device, deterministic=self.config.deterministic,
             format_of=format_choice(self.config.quantization, source),
         )  # fmt: skip
-        for setting, off in (("pressure_quantization", "none"), ("deterministic", False)):
-            if decoder.to_fill and (value := getattr(self.config, setting)) != off:
-                raise ConfigError(
-                    f"{setting} is {str(value).lower()}, and the weights of {self.folder} are quantised already: set "
-                    f"it to {str(off).lower()}, or quantization to none"
-                )
+        if decoder.to_fill:
+            cause = f"the weights of {self.folder} are quantised already"
+            offered = {"pressure_quantization": ("none",), "deterministic": (False,)}
+            refuse_others(self.config, offered, cause, ", or quantization to none")
         if self.config.pressure_quantization != "none":
             decoder.plan_copies(ROUNDED[self.config.pressure_quantization])
         return decoder
@@ -117,7 +115,8 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
         kind: type[NativeModel] = Decoder if traits is not None else Whisper
         shape = parse_whisper(fields) if traits is None else parse_config(fields, traits)
         if traits is None:
-            _check_speech(config)
+            offered = {"deterministic": (False,), "kv_cache_dtype": ("auto", "int8")}
+            refuse_others(config, offered, f"{WHISPER} has no batch-invariant products, and no scales for fp8")
         max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
         format_of = format_choice(config.quantization)
         native = kind(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
@@ -174,23 +173,20 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
     return decoder
 
 
-def _check_speech(config: EngineConfig) -> None:
-    if config.deterministic:
-        raise ConfigError(f"deterministic is true: {WHISPER} has no batch-invariant products; set it to false")
-    if config.kv_cache_dtype.startswith("fp8"):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype}: {WHISPER} has no scales for it; set it to auto or int8"
-        )
-
-
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:
     offered = {"quantization": ("auto", "none"), "pressure_quantization": ("none",), "deterministic": (False,)}
+    cause = f"{architecture} runs through transformers, whose weights and products stay as they are"
+    refuse_others(config, offered, cause)
+
+
+def refuse_others(
+    config: EngineConfig, offered: Mapping[str, Sequence[object]], cause: str, remedy: str = ""
+) -> None:
+    """Raise `ConfigError` for a setting with another value than those offered."""
     for setting, values in offered.items():
         if (value := getattr(config, setting)) not in values:
-            raise ConfigError(
-                f"{setting} is {str(value).lower()}: {architecture} runs through transformers, whose weights and "
-                f"products stay as they are; set it to {str(values[0]).lower()}"
-            )
+            wanted = " or ".join(str(each).lower() for each in values)
+            raise ConfigError(f"{setting} is {str(value).lower()}: {cause}; set it to {wanted}{remedy}")
 
 
 def resolve_max_model_len(wanted: MaxModelLen, context: int) -> int:

@@ -27,6 +27,7 @@ class NativeModel(CausalLM):
         self.to_fill = [layer for layer in weights.linears if layer.format is not None]
         self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
         self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
+        self.variant: WeightVariant = "full"  # of the weights, in use
         self._linears = weights.linears
         self._copies: dict[Linear, GroupFormat] = {}
         self.copy_bytes = 0  # quantised copy, part of `weights_bytes`
@@ -57,12 +58,12 @@ class NativeModel(CausalLM):
 
     def use(self, weights: WeightVariant) -> None:
         """Compute with the quantised copy, or with full weights again."""
+        self.variant = weights
         for layer in self._copies:
             layer.use_copy(weights == "quantized")
 
-    def output_layer(self, weights: Weights, name: str, table: torch.Tensor | Linear, *, is_tied: bool) -> Linear:
-        """Return the output matrix, `table` itself if it is tied."""
-        vocab_size, width = self.shape.vocab_size, self.shape.hidden_size
-        if not is_tied:
-            return weights.linear("", width, {name: vocab_size})
-        return table if isinstance(table, Linear) else weights.layer(table, None, None, {})
+    def output_layer(self, weights: Weights, name: str, table: Linear, *, is_tied: bool) -> Linear:
+        """Return the output matrix, `table` itself if it is tied and quantised."""
+        if is_tied:
+            return weights.layer(table.weight, None, None, {}) if table.format is None else table
+        return weights.linear("", self.shape.hidden_size, {name: self.shape.vocab_size})

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import NATIVE, check_class, check_config, not_offered
+from tidewheel.models.architectures import NATIVE, check_offered, not_offered
 from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.model_folder import architecture, one_line
@@ -227,13 +227,12 @@ def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
             "and the causal decoders of transformers"
         )
     cls = getattr(transformers, name)
-    check_class(cls, name)
     values = {k: v for k, v in fields.values.items() if not k.startswith("_") and k not in IMPLEMENTATION_KEYS}
     try:
         config = cls.config_class.from_dict(values)
     except Exception as error:
         raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {one_line(error)}") from error
-    check_config(config, name)
+    check_offered(cls, config)
     return cls, config
 
 

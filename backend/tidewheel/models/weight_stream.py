@@ -50,9 +50,8 @@ class FileChunk(NamedTuple):
     def size(self) -> int:
         return self.destination.numel() * self.dtype.itemsize
 
-    @property
-    def is_converted(self) -> bool:
-        return self.dtype != self.destination.dtype
+
+LoadChunk = Callable[[FileChunk, ReadInto], None]
 
 
 def plan_chunks(
@@ -70,19 +69,14 @@ def plan_chunks(
     return chunks
 
 
-class HostSink:
-    """Host memory: read directly, or through a buffer to convert the dtype."""
-
-    def load(self, chunk: FileChunk, read: ReadInto) -> None:
-        if not chunk.is_converted:
-            read(chunk.destination.view(torch.uint8))
-            return
-        memory = torch.empty(chunk.size, dtype=torch.uint8)
-        read(memory)
-        chunk.destination.copy_(memory.view(chunk.dtype))
-
-    def finish(self) -> None:
-        pass
+def load_to_host(chunk: FileChunk, read: ReadInto) -> None:
+    """Read a chunk in place, or through a buffer to convert the dtype."""
+    if chunk.dtype == chunk.destination.dtype:
+        read(chunk.destination.view(torch.uint8))
+        return
+    memory = torch.empty(chunk.size, dtype=torch.uint8)
+    read(memory)
+    chunk.destination.copy_(memory.view(chunk.dtype))
 
 
 class CudaCopyStream:
@@ -113,18 +107,13 @@ class CudaCopyStream:
         self._stream.synchronize()
 
 
-class PinnedSlot(NamedTuple):
-    memory: torch.Tensor
-    copied: torch.cuda.Event | None = None
-
-
-class RingSink:
-    """Destination on a GPU, through pinned buffers: each is read into again after its copy, the oldest first."""
+class PinnedRing:
+    """Pinned buffers between files and a GPU. Each is read into again after its copy, the oldest first."""
 
     def __init__(self, stream: CudaCopyStream, num_slots: int, slot_bytes: int) -> None:
         self._stream = stream
         self._slot_bytes = slot_bytes
-        self._slots: SimpleQueue[PinnedSlot | None] = SimpleQueue()
+        self._slots: SimpleQueue[tuple[torch.Tensor, torch.cuda.Event] | None] = SimpleQueue()
         for _ in range(num_slots):
             self._slots.put(None)  # allocated late: small models need few
 
@@ -132,21 +121,15 @@ class RingSink:
         slot = self._slots.get()
         try:
             if slot is None:
-                slot = PinnedSlot(self._stream.allocate(self._slot_bytes))
-            elif slot.copied is not None:
-                slot.copied.synchronize()
-            memory = slot.memory[: chunk.size]
-            read(memory)
-            self._stream.copy(memory.view(chunk.dtype), chunk.destination)
-            slot = PinnedSlot(slot.memory, self._stream.mark())
+                memory = self._stream.allocate(self._slot_bytes)
+            else:
+                memory, copied = slot
+                copied.synchronize()
+            read(memory[: chunk.size])
+            self._stream.copy(memory[: chunk.size].view(chunk.dtype), chunk.destination)
+            slot = memory, self._stream.mark()
         finally:
             self._slots.put(slot)
-
-    def finish(self) -> None:
-        self._stream.finish()
-
-
-ChunkSink = HostSink | RingSink
 
 
 def num_readers() -> int:
@@ -160,14 +143,17 @@ def copy_tensors(
     if not destinations:
         return
     device = next(iter(destinations.values())).device
-    sink: ChunkSink = HostSink()
-    if device.type == "cuda":
-        sink = RingSink(CudaCopyStream(device), SLOTS_PER_READER * num_readers(), SLOT_BYTES)
-    stream_chunks(plan_chunks(tensors, destinations, SLOT_BYTES), sink, lambda chunk: read(chunk.size))
+    chunks = plan_chunks(tensors, destinations, SLOT_BYTES)
+    if device.type != "cuda":
+        stream_chunks(chunks, load_to_host, read)
+        return
+    stream = CudaCopyStream(device)
+    stream_chunks(chunks, PinnedRing(stream, SLOTS_PER_READER * num_readers(), SLOT_BYTES).load, read)
+    stream.finish()
 
 
-def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Callable[[FileChunk], None]) -> None:
-    """Load all chunks, calling `delivered` in their order. Raise `ConfigError`."""
+def stream_chunks(chunks: Sequence[FileChunk], load: LoadChunk, done: BytesRead) -> None:
+    """Call `load` with each chunk in threads, and `done` here in their order. Raise `ConfigError`."""
     with contextlib.ExitStack() as stack:
         descriptors: dict[Path, int] = {}
         for path in dict.fromkeys(chunk.file for chunk in chunks):
@@ -176,15 +162,14 @@ def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Calla
             stack.callback(os.close, descriptors[path])
             os.posix_fadvise(descriptors[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-        def load(chunk: FileChunk) -> FileChunk:
-            sink.load(chunk, partial(_read, descriptors[chunk.file], chunk))
-            return chunk
+        def run(chunk: FileChunk) -> int:
+            load(chunk, partial(_read, descriptors[chunk.file], chunk))
+            return chunk.size
 
         readers = ThreadPoolExecutor(num_readers(), thread_name_prefix="weights")
         stack.callback(readers.shutdown, cancel_futures=True)
-        for chunk in readers.map(load, chunks):
-            delivered(chunk)
-        sink.finish()
+        for num_bytes in readers.map(run, chunks):
+            done(num_bytes)
 
 
 def _read(descriptor: int, chunk: FileChunk, memory: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import MAX_HEAD_DIM, MAX_LAYERS
 from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
 from tidewheel.models.config_fields import ConfigFields
-from tidewheel.models.linear import Linear, Weights
+from tidewheel.models.linear import Weights
 from tidewheel.models.native_model import NativeModel
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
@@ -215,9 +215,7 @@ class Whisper(NativeModel):
         return self.lm_head(states)
 
     def _run_layers(self, step: ForwardInput) -> torch.Tensor:
-        table = self._embedding
-        tokens = table.rows(step.token_ids) if isinstance(table, Linear) else embedding(step.token_ids, table)
-        x = tokens + embedding(step.positions, self._positions)
+        x = self._embedding.rows(step.token_ids) + embedding(step.positions, self._positions)
         assert step.encoder is not None, "a runner of this model has an encoder cache"
         layers = zip(self._layers, step.kv_layers, step.encoder.layers, strict=True)
         for layer, kv, encoded in layers:

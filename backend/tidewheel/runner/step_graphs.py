@@ -192,7 +192,7 @@ class StepGraphs:
         places = TokenLocations(inputs.positions, inputs.slot_mapping)
 
         def begin() -> AttentionInput:
-            x = model.embed(rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
+            x = model.embedding.rows(rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
             return model.layers[0].begin(x, None, places, kv_layers[0])
 
         def go_on(

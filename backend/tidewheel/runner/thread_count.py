@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from tidewheel.processor_use import PERIOD_S, NicedNeighbours, ProcessorMeter, ProcessorUse
+from tidewheel.processor_use import PERIOD_S, ProcessorMeter, ProcessorUse
 from tidewheel.runner.short_waits import ShortWaits
 from tidewheel_kernels.native.own_processors import OwnProcessors
 
+MIN_NICED = 0.01  # of a processor, smoothed
 MAX_LATE = 0.35  # of the time, by all threads of a step together
 LONG_STEP_TOKENS = 256  # products take milliseconds: a late thread then costs no more than one that is left out
 LOOK_S = 0.05  # after the start of a step that ends a pause
@@ -26,8 +27,8 @@ class StepThreads:
     def __init__(self, most: int, *, is_fixed: bool = False) -> None:
         self._most = self.count = self._set = most
         self._is_fixed = is_fixed
-        self.are_late, self.are_bound = False, False
-        self._waits, self.own, self._way = ShortWaits(), OwnProcessors(most), NicedNeighbours(most)
+        self.are_late, self.are_bound, self._niced = False, False, 0.0
+        self._waits, self.own = ShortWaits(), OwnProcessors(most)
         self._has_begun = threading.Event()  # a step
         watch = (weakref.ref(self), self._has_begun)
         threading.Thread(target=_watch, args=watch, name="step-threads", daemon=True).start()
@@ -41,14 +42,13 @@ class StepThreads:
             torch.set_num_threads(number)
         self.own.begin_step(self.are_bound)
 
-    def follow(self, use: ProcessorUse) -> None:
-        self.observe(use)
-        self._waits.turn(self.are_late)
-
     def observe(self, use: ProcessorUse) -> int:
-        free, self.are_bound = use.free, self._way.observe(use)
+        free = use.free
+        self._niced += (use.niced - self._niced) / 2
+        self.are_bound = self._niced > MIN_NICED and free >= self._most
         if use.used + use.waited > 1.0:  # no pause of requests
             self.are_late = use.waited > MAX_LATE and free < self._most
+        self._waits.turn(self.are_late)
         if free > self.count:
             self.count = min(free, self._most)
         elif use.waited > MAX_LATE and free < self.count and not self._is_fixed:
@@ -72,5 +72,5 @@ def _watch(threads: Callable[[], StepThreads | None], has_begun: threading.Event
         if (watched := threads()) is None:
             return
         if (use := meter.read()) is not None:
-            watched.follow(use)
+            watched.observe(use)
         del watched

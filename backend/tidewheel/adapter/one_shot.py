@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tidewheel.adapter.repository_entry import read_entry, resolve_settings, versions
+from tidewheel.adapter.repository_entry import read_entry, real_entry, resolve_settings, versions
 from tidewheel.adapter.tensors import DeclaredSpec, add_missing, request_parameters, traceparent
 from tidewheel.config import EngineConfig
 from tidewheel.engine.launcher import python_environment, python_executable
@@ -61,8 +60,7 @@ def kind_of(folder: Path, version: str, settings: Mapping[str, object]) -> str:
 def one_shot_settings(config: Mapping[str, Any], folder: Path) -> EngineConfig | None:
     """Return the engine's settings if the entry is of a one-shot model, else None. Raise `ConfigError`."""
     version = str(max(versions(folder), default=1))
-    args = {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": version}
-    entry = read_entry({**args, "model_name": config["name"]})
+    entry = read_entry(config["name"], real_entry(folder), version, config)
     is_text = kind_of(entry.folder, version, {**entry.parameters, **entry.model_json}) == "text"
     return None if is_text else resolve_settings(entry).engine
 

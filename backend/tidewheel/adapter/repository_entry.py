@@ -61,15 +61,14 @@ def real_entry(folder: Path) -> Path:
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
-    return resolve_settings(read_entry(args))
+    """Return the settings of the entry that Triton's arguments of `initialize` name."""
+    folder, config = real_entry(Path(args["model_repository"])), json.loads(args["model_config"])
+    return resolve_settings(read_entry(args["model_name"], folder, args["model_version"], config))
 
 
-def read_entry(args: Mapping[str, str]) -> ModelEntry:
-    """Return the entry that Triton's arguments of `initialize` name."""
-    config = json.loads(args["model_config"])
-    folder, version = real_entry(Path(args["model_repository"])), args["model_version"]
+def read_entry(name: str, folder: Path, version: str, config: Mapping[str, Any]) -> ModelEntry:
     return ModelEntry(
-        name=args["model_name"],
+        name=name,
         folder=folder,
         version=version,
         parameters=_parameters(config),
@@ -172,14 +171,7 @@ def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, ob
     config, where = _read_pbtxt(path), f"{name}/{path.name}"
     if (backend := config.get("backend", "")) != BACKEND:
         raise ConfigError(f"{where} has backend {backend!r}: only a {BACKEND!r} model has an engine to share")
-    owner = ModelEntry(
-        name=name,
-        folder=folder,
-        version=str(present[-1]),
-        parameters=_parameters(config),
-        model_json=read_object(folder / str(present[-1]) / MODEL_JSON),
-        config=config,
-    )
+    owner = read_entry(name, folder, str(present[-1]), config)
     settings = _read(owner)
     _take_frontend(settings)
     if "engine_of" in settings:

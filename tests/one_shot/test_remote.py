@@ -24,7 +24,6 @@ from tidewheel.engine.messages import (
     ErrorInfo,
     Goodbye,
     Hello,
-    RunBatch,
     encoder,
     from_engine_decoder,
 )
@@ -98,8 +97,8 @@ class MadeUp:
         for peer, socket in self.peers.items():
             while socket.poll(0):
                 message = from_engine_decoder.decode(socket.recv())
-                if isinstance(message, RunBatch):
-                    orders.setdefault(peer, []).append(message.keys)
+                if isinstance(message, Deltas) and message.to_run:
+                    orders.setdefault(peer, []).append(message.to_run)
                 for delta in message.deltas if isinstance(message, Deltas) else ():
                     assert (peer, delta.key) not in self.ends, "a second end"
                     self.ends[peer, delta.key] = delta.finish_reason if delta.error is None else delta.error.tag

@@ -247,8 +247,6 @@ class EngineClient:
         match message:
             case messages.Deltas():
                 self._take(message)
-            case messages.RunBatch():
-                self._notify(self._listener.on_run, message.keys)
             case messages.Stats():
                 self._notify(self._listener.on_stats, message.stats)
             case messages.Room():
@@ -270,6 +268,8 @@ class EngineClient:
 
     def _take(self, message: messages.Deltas) -> None:
         self._outbox.ended(message.deltas)
+        if message.to_run:
+            self._notify(self._listener.on_run, message.to_run)
         for tokens in message.tokens:
             self._notify(self._listener.on_tokens, *tokens.arrays())
         if message.deltas:

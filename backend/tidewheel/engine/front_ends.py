@@ -32,7 +32,7 @@ class FrontEnd:
     unsent: list[messages.Delta] = field(default_factory=list)
     unsent_tokens: list[messages.NewTokens] = field(default_factory=list)
     num_unsent: int = 0  # tokens among them
-    to_run: list[int] = field(default_factory=list)  # keys, for the next `RunBatch`
+    to_run: list[int] = field(default_factory=list)  # keys, for the next `Deltas`
     received: list[int] = field(default_factory=list)  # keys since `room`
     room: WaitingRoom | None = None  # as sent
 
@@ -195,14 +195,14 @@ class FrontEnds:
                 route.front_end.to_run.append(route.key)
 
     def flush(self) -> None:
-        """Send each front end its orders and output, a message each. A full queue keeps them for the next flush."""
+        """Send each front end its orders and output in one message. A full queue keeps them for the next flush."""
         for front_end in self._by_identity.values():
-            if front_end.to_run and self.send(front_end.identity, messages.RunBatch(front_end.to_run)):
-                front_end.to_run = []
-            if not front_end.unsent and not front_end.unsent_tokens:
+            if not (front_end.unsent or front_end.unsent_tokens or front_end.to_run):
                 continue
-            if self.send(front_end.identity, messages.Deltas(front_end.unsent_tokens, front_end.unsent)):
-                front_end.unsent, front_end.unsent_tokens, front_end.num_unsent = [], [], 0
+            message = messages.Deltas(front_end.unsent_tokens, front_end.unsent, front_end.to_run)
+            if self.send(front_end.identity, message):
+                front_end.unsent, front_end.unsent_tokens, front_end.to_run = [], [], []
+                front_end.num_unsent = 0
 
     def send_room(self, room: WaitingRoom) -> None:
         for front_end in self._by_identity.values():

@@ -24,7 +24,7 @@ from tidewheel.settings import MIB, shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 16
+PROTOCOL = 17
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of all sequences
@@ -73,7 +73,7 @@ class AddRequest(Message, frozen=True):
 
 
 class BatchDone(Message, frozen=True):
-    """Answer to `RunBatch`, request by request, in any order."""
+    """Answer to `Deltas.to_run`, request by request, in any order."""
 
     ends: list[tuple[Key, ErrorInfo | None]]
 
@@ -305,12 +305,7 @@ class Deltas(Message, frozen=True):
 
     tokens: list[NewTokens]
     deltas: list[Delta]
-
-
-class RunBatch(Message, frozen=True):
-    """Order to run requests whose tensors stayed in the front end."""
-
-    keys: list[int]
+    to_run: list[int] = []  # keys of requests whose tensors stayed in the front end, which runs them now
 
 
 class Stats(Message, frozen=True):
@@ -352,9 +347,7 @@ class CancelReply(Message, frozen=True):
     was_there: bool
 
 
-FromEngine = (
-    EngineReady | EngineFailure | Disconnection | Deltas | RunBatch | Stats | Room | Drain | RequestList | CancelReply
-)
+FromEngine = EngineReady | EngineFailure | Disconnection | Deltas | Stats | Room | Drain | RequestList | CancelReply
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

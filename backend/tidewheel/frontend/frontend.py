@@ -382,8 +382,10 @@ class Frontend:
 def _discard(request: LiveRequest) -> None:
     """Give up the memory of a request's tensors."""
     asked, message = request.asked, request.prepared.message
-    inputs = asked.inputs if isinstance(asked, TensorRequest) else message and message.inputs
+    inputs = None if message is None else message.inputs
+    if isinstance(asked, TensorRequest):
+        inputs = asked.inputs
+        if asked.call is not None:
+            asked.call.discard()
     if inputs is not None:
         inputs.discard(is_unused=request.has_left_engine)
-    if isinstance(asked, TensorRequest) and asked.call is not None:
-        asked.call.discard()

@@ -210,8 +210,9 @@ def not_finite(outputs: Arrays) -> NumericError | None:
 
 
 def _item_of_zeros(spec: TensorSpec, buckets: Buckets) -> Array:
-    sizes = [1 if axis == spec.batch_axis or dim in buckets else dim for axis, dim in enumerate(spec.dims)]
-    return np.zeros(sizes, DTYPES[spec.dtype])  # raises for a size by name
+    """Raise `ValueError` for a size that only requests tell."""
+    sizes = [1 if axis == spec.batch_axis or dim in buckets else int(dim) for axis, dim in enumerate(spec.dims)]
+    return np.zeros(sizes, DTYPES[spec.dtype])
 
 
 def _part(spec: TensorSpec, array: Array, begin: int, end: int) -> Array:

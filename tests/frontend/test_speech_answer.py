@@ -125,9 +125,9 @@ PARTS = ["One.", " Two.", " Three.", " Four.", " Five.", " Six."]
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (3, 2, 1, 0, 5, 4), (1, 0, 4, 2, 3, 5)])
 def test_texts_come_in_order(harness: SpeechHarness, stream: bool, order: tuple[int, ...]) -> None:
     sink = harness.ask(SENTENCES, stream=stream, parameters=ENGLISH_TEXT)
-    for index in order:
-        harness.engine.wait_added(index + 1)
-        harness.text(harness.engine.added[sorted(harness.engine.added)[index]], PARTS[index])
+    for number, index in enumerate(order):
+        first = min(set(range(6)) - set(order[:number]))
+        harness.text(harness.added(min(first + AT_ONCE, 6))[index], PARTS[index])
     sink.wait_end()
     assert sink.text == "".join(PARTS) and sink.finish_reason == "stop"
     assert stream or len(sink.responses) == 1
@@ -205,6 +205,11 @@ def test_a_deadline_before_any_text_is_an_error(harness: SpeechHarness) -> None:
     assert isinstance(sink.error, DeadlineExceeded)
 
 
+def say_length(harness: SpeechHarness, window: AddRequest) -> None:
+    assert window.inputs is not None
+    harness.text(window, f" {window.inputs.tensors[0].shape[0]}")
+
+
 def test_a_window_without_room_is_sent_again_when_another_ends(harness: SpeechHarness) -> None:
     sink = harness.ask(SENTENCES, parameters=ENGLISH_TEXT)
     messages = harness.added(AT_ONCE)
@@ -212,11 +217,10 @@ def test_a_window_without_room_is_sent_again_when_another_ends(harness: SpeechHa
     for message in messages[1:]:
         harness.deliver(message.key, finish_reason="error", error=full)
     wait_for(lambda: len(harness.ended) == AT_ONCE - 1, 30, "refusals")
-    for index in range(6):
-        harness.engine.wait_added(AT_ONCE + index)
-        sent = messages[0] if index == 0 else harness.message(sorted(harness.engine.added)[AT_ONCE + index - 1])
-        assert sent.inputs is not None
-        harness.text(sent, f" {sent.inputs.tensors[0].shape[0]}")
+    say_length(harness, messages[0])
+    for message in harness.added(2 * AT_ONCE)[AT_ONCE:]:
+        say_length(harness, message)
+    say_length(harness, harness.added(2 * AT_ONCE + 1)[-1])
     sink.wait_end()
     assert sink.text == "".join(f" {len(window.samples)}" for window in cut(SENTENCES, MOST))
 

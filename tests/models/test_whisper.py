@@ -155,12 +155,13 @@ def test_a_preempted_request_goes_on_with_its_audio(case: Case) -> None:
 def test_languages_are_those_that_transformers_finds(case: Case) -> None:
     maker = MessageMaker(case.info, None)
     assert maker.speech is not None
-    rules, start = maker.speech, np.array([tiny_whisper.START], np.int32)
+    rules, prompt = maker.speech, maker.speech.prompt("en", translate=False)
     scheduler, requests, expected = case.scheduler(64), [], []
     for seed in range(3 * NUM_AUDIOS):
         audio = tiny_whisper.audio(seed, (2.0, 1.3)[seed % 2])
         found = tiny_whisper.detect_language(case.model, audio)
-        message, _ = maker.prepare(1, Generation(start, rules.detection, RequestOptions(), audio=audio), 1)
+        window = Generation(prompt, GREEDY, RequestOptions(n=2), audio=audio)
+        message, _ = maker.prepare(1, rules.question(window), 1)
         (request,) = to_requests(message, case.info, case.config, request_ids=[f"{seed}"], seed=0, now=0.0)
         if found.margin >= MARGIN:
             scheduler.add_group([request], 0.0)
@@ -171,7 +172,11 @@ def test_languages_are_those_that_transformers_finds(case: Case) -> None:
         assert batch is not None
         scheduler.apply(batch, case.runner.run(batch), 0.0)
     assert [request.output_token_ids for request in requests] == [[token] for token in expected]
-    assert {rules.language_of(token) for token in expected} == {"en", "de"}
+    found_in = [rules.in_language(window, token) for token in set(expected)]
+    assert {one.language for one in found_in} == {"en", "de"}
+    assert {tuple(one.prompt_ids) for one in found_in} == {
+        tuple(rules.prompt(name, translate=False)) for name in ("en", "de")
+    }
 
 
 def test_the_same_audio_is_encoded_once(case: Case) -> None:

@@ -29,7 +29,6 @@ from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.request_reader import Reader
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.speech_answer import SpeechAnswer
 from tidewheel.frontend.tensor_reader import TensorRequest
 from tidewheel.frontend.threads import ASKING_SHARE, SHORT_ASKING_SHARE, ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
@@ -90,13 +89,12 @@ class Frontend:
     def stats(self) -> FrontendStats:
         return self._recorder.snapshot()
 
-    def submit(self, request: GenerateRequest, sink: Sink, *, is_new: bool = True) -> None:
-        """Return at once. Errors go to the sink. `is_new`: not yet counted."""
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, self._tenants)
         live = LiveRequest(self._columns.open(), request, sink, arrival_ns, urgency)
-        if is_new:
-            self._recorder.received()
+        self._recorder.received()
         with self._lock:
             refusal = self._closed_by or self._drained_by or self._prompts.refusal(request.prompt_bytes)
             if refusal is None:
@@ -147,25 +145,17 @@ class Frontend:
         try:
             if not request.is_over:
                 prepared = self._reader.read(request.key, request.asked, request.arrival_ns)
-                if prepared.speech is not None:
-                    self._hand_over(request, prepared.speech)
-                    return
-                request.attach(prepared)
+                request.attach(prepared, self.submit)
                 if prepared.message is None:
                     self._end(request, Ending(FinishReason.STOP))
                 self._send_to_engine(request)
+                if prepared.speech is not None and not request.is_over:
+                    prepared.speech.submit_waiting()
         except TidewheelError as error:
             self._end(request, Ending(error=error))
         except Exception:
             logger.exception("a request could not be prepared")
             self._end(request, Ending(error=InternalError("the request could not be prepared")))
-
-    def _hand_over(self, request: LiveRequest, answer: SpeechAnswer) -> None:
-        if request.hand_over():
-            answer.start(request.sink, self.submit)
-            self._forget(request)
-        else:
-            answer.end()
 
     def _send_to_engine(self, request: LiveRequest) -> None:
         message = request.prepared.message

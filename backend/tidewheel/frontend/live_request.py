@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -82,13 +83,18 @@ class LiveRequest:
     def has_deltas(self) -> bool:
         return bool(self._deltas)
 
-    def attach(self, prepared: PreparedRequest) -> None:
-        """Set the prepared request. Without streaming and stop strings, output is sent only at the end."""
+    def attach(self, prepared: PreparedRequest, submit: Callable[[GenerateRequest, Sink], None]) -> None:
+        """Set the prepared request. Without streaming and stop strings, output is sent only at the end.
+
+        `prepared.speech` takes the responses, unless the request has ended, and may `submit` others. Raise `Busy`.
+        """
         with self._lock:
             self.prepared = prepared
             if prepared.message is not None:
                 self._num_open = prepared.message.options.n
             self.wants_chunks = self.asked.stream or prepared.has_stop_strings
+            if prepared.speech is not None and self._ending is None:
+                self.sink = prepared.speech.begin(self.sink, submit)
 
     def mark_sent(self) -> bool:
         """Mark the request as at the engine. Return False if the engine must drop it."""
@@ -150,11 +156,6 @@ class LiveRequest:
             self._is_answered = True
             self._deltas.clear()
             return self.end(Ending())
-
-    def hand_over(self) -> bool:
-        """End the request without an answer, which others send. Return False if it has ended."""
-        with self._lock:
-            return self._ending is None and not self.mark_answered()
 
     def end_turn(self) -> bool:
         """Return whether to queue the request again."""

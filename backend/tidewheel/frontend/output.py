@@ -29,6 +29,8 @@ class Generation(NamedTuple):
     is_scoring: bool = False  # nothing is generated
     request_id: str = ""
     audio: Float32Array | None = None  # [num_samples], of a speech model
+    language: str = ""  # of audio
+    seconds: Sequence[float] = ()  # begin and end of its window, and the length of the audio
 
 
 class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +44,8 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     tensors: Mapping[str, Array] | None = None  # outputs of a one-shot model
     cumulative_logprob: float | None = None  # of all output
     num_input_tokens: int = 0
-    language: str = ""  # of audio
-    seconds: Sequence[float] = ()  # begin and end of its window, and the length of the audio
+    language: str = ""
+    seconds: Sequence[float] = ()
     finish_reason: str | None = None  # in every response after the end
     stats: RequestStats | None = None  # in every response after the engine's end
 
@@ -113,6 +115,7 @@ class OutputStream:
 
     def __init__(self, tokenizer: Tokenizer | None, given: Generation) -> None:
         self._tokenizer = tokenizer
+        self._given = given
         self._sampling = sampling = given.sampling
         self._prompt_ids = given.prompt_ids
         self._detokenizer = None
@@ -160,6 +163,8 @@ class OutputStream:
             embedding=self._embedding,
             cumulative_logprob=self._cumulative_logprob if self._wants_logprobs else None,
             num_input_tokens=len(self._prompt_ids),
+            language=self._given.language,
+            seconds=self._given.seconds,
             finish_reason=self.finish_reason,
             stats=stats,
         )

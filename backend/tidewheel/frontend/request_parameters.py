@@ -15,6 +15,7 @@ from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import INPUT_TENSOR, Coercion, ParameterSource, show
 from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, find_grammar
+from tidewheel.frontend.output import Generation
 from tidewheel.grammar import Grammar
 from tidewheel.parameters import Parameter, ParameterField, fields_of
 from tidewheel.request_options import PromptOptions, RequestOptions, to_priority
@@ -23,7 +24,7 @@ from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
 
 Task = Literal["generate", "tokenize", "detokenize", "embed"]
-AnyTask = Literal[Task, "infer", "detect_language"]  # "infer": of a one-shot model
+AnyTask = Literal[Task, "infer"]  # "infer": of a one-shot model
 WORDS, WEIGHTS = "embedding_bias_words", "embedding_bias_weights"
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "qos_class", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
@@ -45,7 +46,7 @@ class GenerateRequest:
     messages: str | bytes | None = None  # JSON list of chat messages
     audio: Float32Array | None = None  # [num_samples] at 16 kHz
     audio_file: bytes | None = None
-    is_window: bool = False  # `audio` is a part of a request's
+    given: Generation | None = None  # window of audio, which is read already
     parameters: tuple[ParameterSource, ...] = ()
     stream: bool = False
     echo: bool = False  # prompt before the text (not when streaming)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from tidewheel.audio_file import SAMPLING_RATE, check_sound, read_audio
 from tidewheel.batch import Int32Array
@@ -16,7 +14,7 @@ from tidewheel.engine.requests import check_prompt_length, check_request, check_
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.audio_windows import Activity, cut, loudness
 from tidewheel.frontend.chat import parse_conversation
-from tidewheel.frontend.coercion import ParameterSource, check_size, to_text
+from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, Outputs
 from tidewheel.frontend.prompt_workers import (
@@ -48,7 +46,7 @@ class PreparedRequest(NamedTuple):
     outputs: Outputs | None = None  # None: nothing is generated
     has_stop_strings: bool = False
     answer: str = ""  # where nothing is generated
-    speech: SpeechAnswer | None = None  # in place of this request
+    speech: SpeechAnswer | None = None  # whose first request this one is
 
 
 class Reader(Protocol):
@@ -154,29 +152,28 @@ class RequestReader(MessageMaker):
         self.max_prompt_bytes = max_prompt_bytes
         default = settings.default_max_tokens
         self._default_max_tokens = info.max_num_tokens if default == "context" else default
+        of_speech = {"temperature": 0.0, "max_tokens": info.max_num_tokens} if self.speech is not None else {}
+        self._defaults: Mapping[str, object] = {**of_speech, **self.defaults.sampling}
 
     def close(self) -> None:
         self._encoder.close()
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
         """Prepare a client's request. Raise `InvalidRequest` or `Unsupported`."""
-        if self.speech is not None and request.task != "generate" and not request.is_window:
+        rules, given = self.speech, request.given
+        if given is not None:
+            prepared = self.prepare(key, given, arrival_ns, request.timeout_us)
+            return PreparedRequest(*prepared, has_stop_strings=bool(given.sampling.stop))
+        if rules is not None and request.task != "generate":
             raise InvalidRequest(f"task is {request.task}: a speech model has generate alone")
         if request.task in ("tokenize", "detokenize"):
             return PreparedRequest(answer=self._tokenizer_answer(request))
-        is_embedding, audio = request.task == "embed", request.audio
+        is_embedding = request.task == "embed"
         parameters = with_token_biases(request.parameters, self._encode)
-        if self.speech is not None and not request.is_window:
-            return PreparedRequest(speech=self._speech_answer(self.speech, request, parameters, arrival_ns))
-        defaults: Mapping[str, object] = {} if is_embedding else self.defaults.sampling
-        if audio is not None:
-            defaults = {"temperature": 0.0, "max_tokens": self._info.max_num_tokens, **defaults}
+        defaults = {} if is_embedding else self._defaults
         sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
         if options.close_session:
             return _close_session(key, request, options)
-        if request.task == "detect_language":
-            assert self.speech is not None
-            sampling, options = self.speech.detection, msgspec.structs.replace(options, n=1)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         if is_embedding:
             sampling = msgspec.structs.replace(sampling, max_tokens=1, temperature=0.0)
@@ -189,29 +186,28 @@ class RequestReader(MessageMaker):
             options,
             name,
             text,
-            echo=echo and not is_embedding and audio is None,
+            echo=echo and not is_embedding and rules is None,
             pooling=self._settings.pooling if is_embedding else "",
             is_scoring=is_scoring,
             request_id=request.request_id,
-            audio=audio,
+            language=prompt_options.language,
         )
-        message, outputs = self.prepare(key, given, arrival_ns, request.timeout_us)
+        parts = [given] if rules is None else self._windows(rules, request, given)
+        message, outputs = self.prepare(key, parts[0], arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns valid values
-        return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop))
+        speech = None if rules is None or len(parts) == 1 else SpeechAnswer(request, parts, rules)
+        return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop), speech=speech)
 
-    def _speech_answer(
-        self, rules: SpeechRules, request: GenerateRequest, parameters: Sequence[ParameterSource], arrival_ns: int
-    ) -> SpeechAnswer:
-        parsed, limit = parse_parameters(parameters), self._settings.max_audio_s
-        parsed.prompt.check_for(self._prompt_name(request))
+    def _windows(self, rules: SpeechRules, request: GenerateRequest, given: Generation) -> list[Generation]:
+        limit = self._settings.max_audio_s
         samples = read_audio(request.audio_file or b"", limit) if request.audio is None else request.audio
         check_sound(len(samples), SAMPLING_RATE, 1, limit, "audio")
         windows = cut(samples, self._info.max_audio_samples, self._activity)
-        if len(windows) > 1 < parsed.options.n:
-            raise InvalidRequest(f"n is {parsed.options.n}: audio of several windows has one text; leave it out")
-        language = parsed.prompt.language or ("" if rules.lang_to_id else "en")
-        asked = dataclasses.replace(request, audio=None, audio_file=None, arrival_ns=arrival_ns)
-        return SpeechAnswer(asked, windows, language, rules)
+        if len(windows) > 1 < given.options.n:
+            raise InvalidRequest(f"n is {given.options.n}: audio of several windows has one text; leave it out")
+        language = given.language or ("" if rules.lang_to_id else "en")
+        parts = [given._replace(audio=one.samples, seconds=one.seconds, language=language) for one in windows]
+        return parts if language else [rules.question(parts[0]), *parts]
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:
         options = parse_parameters(request.parameters, task=request.task).prompt
@@ -236,8 +232,7 @@ class RequestReader(MessageMaker):
         known = ("text_input", "input_ids", "messages") if self.speech is None else ("audio", "audio_file")
         if len(given) != 1 or given[0] not in known:
             raise InvalidRequest(f"give one of {', '.join(known)}: the request has {' and '.join(given) or 'none'}")
-        if not request.is_window:
-            check_size(given[0], request.prompt_bytes, self.max_prompt_bytes, "max_prompt_bytes")
+        check_size(given[0], request.prompt_bytes, self.max_prompt_bytes, "max_prompt_bytes")
         return given[0]
 
     def _read_prompt(
@@ -248,9 +243,8 @@ class RequestReader(MessageMaker):
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
         if self.speech is not None:
             options.check_for(name)
-            if request.task == "detect_language":
-                return name, None, np.array([self.speech.decoder_start_token_id], np.int32)
-            return name, None, self.speech.prompt(options.language, translate=options.translate)
+            language = options.language or next(iter(self.speech.lang_to_id), "").strip("<|>")
+            return name, None, self.speech.prompt(language, translate=options.translate)
         if request.input_ids is not None:
             options.check_for(name)
             return name, None, truncated(request.input_ids, sampling, self._info)

@@ -8,6 +8,7 @@ import numpy as np
 
 from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.frontend.output import Generation
 from tidewheel.regular_files import read_object
 from tidewheel.sampling import SamplingParams
 
@@ -32,13 +33,17 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             raise ConfigError(f"{names[1]}: {error}; a speech model needs its rules") from None
 
-    @property
-    def detection(self) -> SamplingParams:
-        """Return the parameters of the likeliest language after `decoder_start_token_id`, as in transformers."""
-        return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=tuple(self.lang_to_id.values()))
+    def question(self, given: Generation) -> Generation:
+        """Return the request for a window's likeliest language after `decoder_start_token_id`, as in transformers."""
+        prompt_ids = np.array([self.decoder_start_token_id], np.int32)
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=tuple(self.lang_to_id.values()))
+        options = msgspec.structs.replace(given.options, n=1)
+        return given._replace(prompt_ids=prompt_ids, sampling=sampling, options=options)
 
-    def language_of(self, token_id: int) -> str:
-        return next(name.strip("<|>") for name, known in self.lang_to_id.items() if known == token_id)
+    def in_language(self, given: Generation, token_id: int) -> Generation:
+        language = next(name for name, known in self.lang_to_id.items() if known == token_id)
+        prompt_ids = np.array([given.prompt_ids[0], token_id, *given.prompt_ids[2:]], np.int32)
+        return given._replace(prompt_ids=prompt_ids, language=language.strip("<|>"))
 
     def prompt(self, language: str, *, translate: bool) -> Int32Array:
         """Return the tokens before the text. Raise `InvalidRequest`."""
@@ -57,7 +62,7 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
 
     def forbidden(self, prompt_ids: Int32Array) -> tuple[tuple[int, ...], ...]:
         """Return forbidden token sequences: of one token, or of the prompt's last and a first one of the text."""
-        if self.lang_to_id and len(prompt_ids) == 1:  # `detection`
+        if self.lang_to_id and len(prompt_ids) == 1:  # of `question`
             return ()
         after = int(prompt_ids[-1])
         first = [(after, token_id) for token_id in self.begin_suppress_tokens or ()]

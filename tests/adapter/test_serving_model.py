@@ -24,7 +24,7 @@ from support.triton.fake_triton import (
 from support.triton.serving import free_ports, wait_for
 from tidewheel import model
 from tidewheel.adapter import follower
-from tidewheel.adapter.model_calls import VoiceActivity
+from tidewheel.adapter.model_calls import voice_activity
 from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining, TidewheelError
@@ -240,7 +240,7 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     assert frontend.settings.objective == Objective(ttft_s=0.5, tpot_s=0.1)
     assert (frontend.settings.num_sender_threads, frontend.settings.escape_special_tokens) == (2, False)
     assert frontend.reader.options.pop("defaults").sampling == {}
-    assert isinstance(frontend.reader.options.pop("activity"), VoiceActivity)
+    assert frontend.reader.options.pop("activity").func is voice_activity
     assert frontend.reader.options == {"max_prompt_bytes": 9}
     assert frontend.reader.model_dir == Path("tok")
     request = ask("0123456789")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, request_metrics
-from tidewheel.adapter.model_calls import VoiceActivity
+from tidewheel.adapter.model_calls import voice_activity
 from tidewheel.adapter.repository_entry import ModelSettings
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
@@ -125,7 +126,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
             settings.frontend,
             max_prompt_bytes=config.max_prompt_bytes,
             defaults=GenerationDefaults.load(Path(info.model), source, config.override_generation_config),
-            activity=VoiceActivity(voice) if voice else loudness,
+            activity=functools.partial(voice_activity, voice) if voice else loudness,
         )
     except BaseException:
         encoder.close()

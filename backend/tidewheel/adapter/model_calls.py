@@ -67,27 +67,22 @@ def _failure(model: str, reason: str, kind: type[TidewheelError] = ModelFailed) 
     return kind(text, retry_after_ms=_RETRY_AFTER_MS if kind is Busy else None)
 
 
-class VoiceActivity:
-    """`Activity` by a model with silero-vad's tensors, over stretches of the audio at once."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def __call__(self, samples: Float32Array) -> Float32Array:
-        num_hops = -(-len(samples) // HOP)
-        width = -(-num_hops // _STRETCHES)
-        padded = np.zeros(_CONTEXT + (_WARM_UP + _STRETCHES * width) * HOP, np.float32)
-        padded[_CONTEXT + _WARM_UP * HOP :][: len(samples)] = samples
-        steps = np.lib.stride_tricks.sliding_window_view(padded, _CONTEXT + HOP)[::HOP]
-        state, rate = np.zeros((2, _STRETCHES, 128), np.float32), np.array([SAMPLING_RATE], np.int64)
-        found = np.zeros((_STRETCHES, width), np.float32)
-        for step in range(_WARM_UP + width):
-            arrays = {"input": steps[step::width][:_STRETCHES], "state": state, "sr": rate}
-            inputs = [pb_utils.Tensor(name, np.ascontiguousarray(array)) for name, array in arrays.items()]
-            tensors = _called(self._model, inputs, ["output", "stateN"])
-            state = tensors["stateN"].as_numpy()
-            found[:, max(step - _WARM_UP, 0)] = tensors["output"].as_numpy()[:, 0]
-        return found.reshape(-1)[:num_hops]
+def voice_activity(model: str, samples: Float32Array) -> Float32Array:
+    """Return the `Activity` by a model with silero-vad's tensors, over stretches of the audio at once."""
+    num_hops = -(-len(samples) // HOP)
+    width = -(-num_hops // _STRETCHES)
+    padded = np.zeros(_CONTEXT + (_WARM_UP + _STRETCHES * width) * HOP, np.float32)
+    padded[_CONTEXT + _WARM_UP * HOP :][: len(samples)] = samples
+    steps = np.lib.stride_tricks.sliding_window_view(padded, _CONTEXT + HOP)[::HOP]
+    state, rate = np.zeros((2, _STRETCHES, 128), np.float32), np.array([SAMPLING_RATE], np.int64)
+    found = np.zeros((_STRETCHES, width), np.float32)
+    for step in range(_WARM_UP + width):
+        arrays = {"input": steps[step::width][:_STRETCHES], "state": state, "sr": rate}
+        inputs = [pb_utils.Tensor(name, np.ascontiguousarray(array)) for name, array in arrays.items()]
+        tensors = _called(model, inputs, ["output", "stateN"])
+        state = tensors["stateN"].as_numpy()
+        found[:, max(step - _WARM_UP, 0)] = tensors["output"].as_numpy()[:, 0]
+    return found.reshape(-1)[:num_hops]
 
 
 class ModelCall:

@@ -13,7 +13,7 @@ from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.grammar import RowGrammar, TokenGrammar
 from tidewheel.one_shot.shared_tensors import PackedTensors
-from tidewheel.one_shot.signature import Array, Arrays
+from tidewheel.one_shot.signature import Arrays
 from tidewheel.one_shot.step_options import StepOptions
 from tidewheel.parameters import check_count
 from tidewheel.request import Request
@@ -56,9 +56,11 @@ def to_requests(
     if info.offer is not None:
         step_options = info.offer.completed(message.step_options or StepOptions())
     inputs, bucket = _inputs(message, info, is_remote=config.is_remote)
-    content_hash = None if info.signature is not None or inputs is None else _content_hash(inputs["audio"])
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
+    salt = options.cache_salt
+    if info.max_audio_samples and inputs is not None:
+        salt += "\0" + hashlib.blake2b(inputs["audio"].tobytes(), digest_size=16).hexdigest()
     ttl = _session_ttl(options, config)
     requests: list[Request] = []
     for index, request_id in enumerate(request_ids):
@@ -74,7 +76,7 @@ def to_requests(
             bad_words_ids=message.bad_words_ids,
             logit_bias=checked.logit_bias,
             grammar=None if grammar is None else RowGrammar(grammar, message.end_token_ids),
-            cache_salt=options.cache_salt if content_hash is None else f"{options.cache_salt}\0{content_hash}",
+            cache_salt=salt,
             pooling=message.pooling,
             tenant=options.tenant,
             deadline=_seconds(message.deadline_ns),
@@ -133,7 +135,9 @@ def _inputs(message: AddRequest, info: EngineInfo, *, is_remote: bool) -> tuple[
     if message.inputs is None:
         return None, ""
     if info.signature is None:
-        _check_samples(message.inputs.arrays["audio"])
+        largest = float(np.abs(message.inputs.arrays["audio"]).max())
+        if not largest <= MAX_SAMPLE:  # NaN too
+            raise InvalidRequest(f"audio has samples of {largest:g}: they must lie in -1 to 1")
         return message.inputs.arrays, ""
     if is_remote:
         shapes = {each.name: each for each in message.inputs.tensors}
@@ -151,16 +155,6 @@ def _check_audio(inputs: PackedTensors, limit: int) -> None:
         raise InvalidRequest(
             f"audio has {count} samples: 1 to {limit} are allowed, {limit / SAMPLING_RATE:g} s at 16 kHz"
         )
-
-
-def _check_samples(audio: Array) -> None:
-    largest = float(np.abs(audio).max())
-    if not largest <= MAX_SAMPLE:  # NaN too
-        raise InvalidRequest(f"audio has samples of {largest:g}: they must lie in -1 to 1")
-
-
-def _content_hash(audio: Array) -> str:
-    return hashlib.blake2b(audio.tobytes(), digest_size=16).hexdigest()
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:

@@ -117,7 +117,6 @@ class OutputStream:
         self._tokenizer = tokenizer
         self._given = given
         self._sampling = sampling = given.sampling
-        self._prompt_ids = given.prompt_ids
         self._detokenizer = None
         if tokenizer is not None:
             skip = sampling.skip_special_tokens
@@ -157,12 +156,12 @@ class OutputStream:
             text="".join(self._text),
             token_ids=self.token_ids,
             logprobs=self._logprobs if self._wants_logprobs else None,
-            prompt_ids=[] if self._prompt_logprobs is None else self._prompt_ids.tolist(),
+            prompt_ids=[] if self._prompt_logprobs is None else self._given.prompt_ids.tolist(),
             prompt_logprobs=self._prompt_logprobs,
             token_texts=self._token_texts(),
             embedding=self._embedding,
             cumulative_logprob=self._cumulative_logprob if self._wants_logprobs else None,
-            num_input_tokens=len(self._prompt_ids),
+            num_input_tokens=len(self._given.prompt_ids),
             language=self._given.language,
             seconds=self._given.seconds,
             finish_reason=self.finish_reason,
@@ -212,7 +211,7 @@ class OutputStream:
             return {}
         of_prompt = self._prompt_logprobs or []
         token_ids = {token_id for entry in (*self._logprobs, *of_prompt) for token_id in entry.top_ids}
-        token_ids.update(self.token_ids, () if self._prompt_logprobs is None else self._prompt_ids.tolist())
+        token_ids.update(self.token_ids, () if self._prompt_logprobs is None else self._given.prompt_ids.tolist())
         return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids}
 
 

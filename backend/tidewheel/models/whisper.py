@@ -40,14 +40,10 @@ class WhisperConfig(msgspec.Struct, frozen=True, kw_only=True):
     decoder_attention_heads: Size
     decoder_ffn_dim: Size
     max_source_positions: Annotated[Size, msgspec.Meta(multiple_of=POSITIONS_PER_SECOND)] = 1500
-    max_target_positions: Size = 448
+    context_length: Size = msgspec.field(default=448, name="max_target_positions")
     tie_word_embeddings: bool = True
     activation_function: Literal["gelu"] = "gelu"
     scale_embedding: bool = False
-
-    @property
-    def context_length(self) -> int:
-        return self.max_target_positions
 
 
 def parse_whisper(fields: ConfigFields) -> WhisperConfig:
@@ -178,7 +174,7 @@ class Whisper(NativeModel):
         )
         self._encoder = AudioEncoder(config, weights, "model.encoder.")
         self._embedding = weights.table(f"{prefix}embed_tokens", config.vocab_size, hidden)
-        self._positions = weights.tensor(f"{prefix}embed_positions", config.max_target_positions, hidden)
+        self._positions = weights.tensor(f"{prefix}embed_positions", config.context_length, hidden)
         self._layers = [
             TextLayer(config, weights, f"{prefix}layers.{layer}.") for layer in range(config.decoder_layers)
         ]

@@ -55,57 +55,76 @@ class Denoising:
         self.conditions: list[torch.Tensor] = []  # the request's; with guidance also the empty one
 
     def next_sample(self, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sample after a step, and an estimate of the finished picture."""
-        timestep = self.scheduler.timesteps[self.num_done]
-        found = self.scheduler.step(noise, timestep, self.sample, **self._step_arguments)
+        """Return the sample after a step, and an estimate of the finished picture.
+
+        Classifier-free guidance makes one noise [1, …] of two: the request's and the unconditional one.
+        """
+        if len(noise) == 2:
+            conditional, unconditional = noise[:1], noise[1:]
+            noise = unconditional + self.guidance * (conditional - unconditional)
+        timesteps = self.scheduler.timesteps
+        found = self.scheduler.step(noise, timesteps[self.num_done], self.sample, **self._step_arguments)
         estimate = found.get("pred_original_sample")
-        return found.prev_sample, found.prev_sample if estimate is None else estimate
+        is_last = self.num_done + 1 == len(timesteps)
+        return found.prev_sample, found.prev_sample if is_last or estimate is None else estimate
 
 
 class Pipeline:
-    """`IterativeModel` of DDPM and DDIM pipelines, without condition or with a label."""
+    """`IterativeModel` without condition, with a label, or with a text and a VAE that makes samples pixels."""
 
     def __init__(self, folder: Path, kind: str, config: EngineConfig, options: DiffusersOptions) -> None:
-        device = take_device(config)
-        self._torch_device, self._dtype = device, getattr(torch, options.dtype)
-        self._options = options
-        unet_class = diffusers.UNet2DConditionModel if kind == "StableDiffusionPipeline" else diffusers.UNet2DModel
-        self._unet: Any = self._load(unet_class, folder / "unet")
+        device, takes_text = take_device(config), kind == "StableDiffusionPipeline"
+        self._torch_device, self._dtype, self._null_label = device, getattr(torch, options.dtype), options.null_label
+        network = diffusers.UNet2DConditionModel if takes_text else diffusers.UNet2DModel
+        self._unet = painter = self._load(network, folder / "unet")
+        self._vae = self._text_encoder = self._tokenizer = None
+        if takes_text:
+            self._vae = painter = self._load(diffusers.AutoencoderKL, folder / "vae")
+            self._text_encoder = self._load(CLIPTextModel, folder / "text_encoder")
+            self._tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
         self._make_scheduler = _scheduler_maker(folder / "scheduler", is_ddim=kind == "DDIMPipeline")
         labels = range(self._unet.config.get("num_class_embeds") or 0)
         if options.null_label is not None and options.null_label not in labels:
             raise ConfigError(f"null_label is {options.null_label}: the model has {len(labels)} labels, from 0 on")
         self._labels = [label for label in labels if label != options.null_label]
-        self._scale, channels, inputs, has_guidance = self._picture_format()
+        self.device = f"{device} ({torch.get_num_threads()} threads)"
+        models = (self._unet, self._vae, self._text_encoder)
+        self.weights_bytes = sum(model.get_memory_footprint() for model in models if model is not None)
+        unit = 2 ** (len(painter.config.block_out_channels) - 1)  # pixels
+        self._scale = unit if takes_text else 1  # pixels of a sample's element
+        self.offer = self._make_offer(options, unit, has_guidance=takes_text or options.null_label is not None)
+        names = {"prompt": "BYTES"} if takes_text else {"label": "INT32"} if self._labels else {}
+        image = TensorSpec("image", "UINT8", ("height", "width", int(painter.config.out_channels)))
+        others = {"step": "INT32", "steps": "INT32", "finish_reason": "BYTES", "png": "BYTES"}
+        inputs, outputs = (tuple(TensorSpec(*each, (1,)) for each in one.items()) for one in (names, others))
+        self.signature = Signature(inputs, (image, *outputs))
+
+    def _load(self, kind: Any, folder: Path) -> Any:
+        """Load a part. Raise `ConfigError` for pickled weights."""
+        if not read_object(folder / "config.json"):  # diffusers would ask the Hub
+            raise ConfigError(f"{folder} has no config.json: the model's folder is not whole")
+        pickled = [file.name for file in sorted(folder.iterdir()) if file.suffix in _PICKLED]
+        if pickled and not any(folder.glob("*.safetensors")):
+            raise ConfigError(f"{folder} has {pickled[0]}, which is pickled: save the model as safetensors")
+        model = kind.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False, dtype=self._dtype
+        )
+        return model.to(self._torch_device).eval()
+
+    def _make_offer(self, options: DiffusersOptions, unit: int, *, has_guidance: bool) -> StepOffer:
         max_steps = min(options.max_steps, self._make_scheduler().config.num_train_timesteps)
         default_steps = options.default_steps or min(_DEFAULT_STEPS, max_steps)
         if default_steps > max_steps:
             raise ConfigError(f"default_steps is {default_steps}: at most {max_steps} are allowed (max_steps)")
-        self.device = f"{device} ({torch.get_num_threads()} threads)"
-        self.weights_bytes = self._unet.get_memory_footprint()
         own = self._unet.config.sample_size
-        sides = (own, own) if isinstance(own, int) else own
-        sizes = tuple(options.sizes) or ("x".join(str(side * self._scale) for side in sides[::-1]),)
-        guidance = options.default_guidance if has_guidance else 0.0
-        self.offer = StepOffer(sizes, max_steps, default_steps, guidance)
-        can_pad = unet_class is diffusers.UNet2DConditionModel
-        _check_sizes(sizes, self._scale if can_pad else 2 ** (len(self._unet.config.block_out_channels) - 1))
-        image = TensorSpec("image", "UINT8", ("height", "width", channels))
-        others = {"step": "INT32", "steps": "INT32", "finish_reason": "BYTES", "png": "BYTES"}
-        self.signature = Signature(inputs, (image, *(TensorSpec(*each, (1,)) for each in others.items())))
-
-    def _picture_format(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
-        """Return the pixels of a sample's side / its length, channels, inputs, and whether there is guidance."""
-        inputs = (TensorSpec("label", "INT32", (1,)),) if self._labels else ()
-        return 1, int(self._unet.config.out_channels), inputs, self._options.null_label is not None
-
-    def _load(self, kind: Any, folder: Path) -> Any:
-        if not read_object(folder / "config.json"):  # diffusers would ask the Hub
-            raise ConfigError(f"{folder} has no config.json: the model's folder is not whole")
-        is_text = kind is CLIPTextModel
-        dtype = {"dtype": self._dtype} if is_text else {"torch_dtype": self._dtype, "low_cpu_mem_usage": False}
-        model = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True, **dtype)
-        return model.to(self._torch_device).eval()
+        height, width = (own, own) if isinstance(own, int) else own
+        sizes = tuple(options.sizes) or (f"{width * self._scale}x{height * self._scale}",)
+        for size in sizes:
+            is_size = re.fullmatch(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", size)
+            if not is_size or any(int(side) % unit for side in size.split("x")):
+                wanted = f"give width x height, multiples of {unit} up to 9999, as 512x512"
+                raise ConfigError(f"sizes has {size!r}: {wanted}")
+        return StepOffer(sizes, max_steps, default_steps, options.default_guidance if has_guidance else 0.0)
 
     @torch.inference_mode()
     def prepare(self, inputs: Arrays, seed: int, options: StepOptions) -> Denoising:
@@ -119,18 +138,19 @@ class Pipeline:
         return state
 
     def _conditions(self, inputs: Arrays, *, has_guidance: bool) -> list[torch.Tensor]:
+        if self._tokenizer is not None:
+            prompt = inputs["prompt"][0].decode("utf-8", "replace")[:_MAX_PROMPT_CHARS]
+            texts = [prompt, ""] if has_guidance else [prompt]
+            ids = self._tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+            return list(self._text_encoder(ids.to(self._torch_device))[0].split(1))
         if not self._labels:
             return []
         label = int(inputs["label"][0])
         if label not in self._labels:
-            known = f"{self._labels[0]} to {self._labels[-1]} (null_label: {self._options.null_label})"
+            known = f"{self._labels[0]} to {self._labels[-1]} (null_label: {self._null_label})"
             raise InvalidRequest(f"label is {label}: the model's labels are {known}")
-        labels = [label, self._options.null_label] if has_guidance else [label]
+        labels = [label, self._null_label] if has_guidance else [label]
         return [torch.tensor([label], device=self._torch_device) for label in labels]
-
-    def _noise(self, samples: torch.Tensor, timesteps: torch.Tensor, conditions: list[torch.Tensor]) -> torch.Tensor:
-        labels = torch.cat(conditions) if conditions else None
-        return self._unet(samples, timesteps, class_labels=labels).sample  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def step(self, states: Sequence[Denoising]) -> list[bool]:
@@ -143,10 +163,11 @@ class Pipeline:
             timesteps += [timestep.reshape(1)] * count
             counts.append(count)
         conditions = [condition for state in states for condition in state.conditions]
-        noise = self._noise(torch.cat(samples), torch.cat(timesteps).to(self._torch_device), conditions)
-        parts: Any = noise.split(counts)  # type: ignore[no-untyped-call]
-        guided = [_guided(part, state.guidance) for part, state in zip(parts, states, strict=True)]
-        found = [state.next_sample(noise) for noise, state in zip(guided, states, strict=True)]
+        name = "class_labels" if self._tokenizer is None else "encoder_hidden_states"
+        condition = {name: torch.cat(conditions)} if conditions else {}
+        times = torch.cat(timesteps).to(self._torch_device)
+        noise = self._unet(torch.cat(samples), times, **condition).sample.split(counts)
+        found = [state.next_sample(part) for state, part in zip(states, noise, strict=True)]
         for state, (sample, estimate) in zip(states, found, strict=True):
             state.sample, state.estimate = sample, estimate
             state.num_done += 1
@@ -154,48 +175,11 @@ class Pipeline:
 
     @torch.inference_mode()
     def decode(self, states: Sequence[Denoising]) -> list[Arrays]:
-        samples = [
-            state.sample if state.num_done == len(state.scheduler.timesteps) else state.estimate for state in states
-        ]
-        pixels = (self._pixels(torch.cat(samples)).float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
+        samples = torch.cat([state.estimate for state in states])
+        if self._vae is not None:
+            samples = self._vae.decode(samples / self._vae.config.scaling_factor).sample
+        pixels = (samples.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
         return [{"image": image} for image in (pixels * 255).round().astype(np.uint8)]
-
-    def _pixels(self, samples: torch.Tensor) -> torch.Tensor:
-        return samples
-
-
-class StableDiffusion(Pipeline):
-    """Pipeline with a text encoder, whose samples are latents that a VAE decodes to pixels."""
-
-    def __init__(self, folder: Path, kind: str, config: EngineConfig, options: DiffusersOptions) -> None:
-        self._torch_device, self._dtype = take_device(config), getattr(torch, options.dtype)
-        self._vae: Any = self._load(diffusers.AutoencoderKL, folder / "vae")
-        self._text_encoder: Any = self._load(CLIPTextModel, folder / "text_encoder")
-        self._tokenizer: Any = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
-        super().__init__(folder, kind, config, options)
-        self.weights_bytes += self._vae.get_memory_footprint() + self._text_encoder.get_memory_footprint()
-
-    def _picture_format(self) -> tuple[int, int, tuple[TensorSpec, ...], bool]:
-        config = self._vae.config
-        scale = 2 ** (len(config.block_out_channels) - 1)
-        return scale, int(config.out_channels), (TensorSpec("prompt", "BYTES", (1,)),), True
-
-    def _conditions(self, inputs: Arrays, *, has_guidance: bool) -> list[torch.Tensor]:
-        prompt = inputs["prompt"][0].decode("utf-8", "replace")[:_MAX_PROMPT_CHARS]
-        return [self._encoded(text) for text in ((prompt, "") if has_guidance else (prompt,))]
-
-    def _encoded(self, text: str) -> torch.Tensor:
-        tokenizer = self._tokenizer
-        ids = tokenizer(
-            text, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
-        ).input_ids
-        return self._text_encoder(ids.to(self._torch_device))[0]  # type: ignore[no-any-return]
-
-    def _noise(self, samples: torch.Tensor, timesteps: torch.Tensor, conditions: list[torch.Tensor]) -> torch.Tensor:
-        return self._unet(samples, timesteps, encoder_hidden_states=torch.cat(conditions)).sample  # type: ignore[no-any-return]
-
-    def _pixels(self, samples: torch.Tensor) -> torch.Tensor:
-        return self._vae.decode(samples / self._vae.config.scaling_factor).sample  # type: ignore[no-any-return]
 
 
 def load(folder: Path, config: EngineConfig) -> Pipeline:
@@ -207,26 +191,15 @@ def load(folder: Path, config: EngineConfig) -> Pipeline:
     kind = str(read_object(index).get("_class_name"))
     if kind not in _PIPELINES:
         raise ConfigError(f"{index} has the _class_name {kind}: served are {', '.join(_PIPELINES)}")
-    for part in ("unet", "vae", "text_encoder"):
-        files = sorted((folder / part).glob("*"))
-        pickled = [file.name for file in files if file.suffix in _PICKLED]
-        if pickled and not any(file.suffix == ".safetensors" for file in files):
-            raise ConfigError(f"{folder / part} has {pickled[0]}, which is pickled: save the model as safetensors")
     diffusers.utils.logging.disable_progress_bar()
-    return (StableDiffusion if kind == "StableDiffusionPipeline" else Pipeline)(folder, kind, config, options)
-
-
-def _check_sizes(sizes: Sequence[str], unit: int) -> None:
-    for size in sizes:
-        is_size = re.fullmatch(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", size)
-        if not is_size or any(int(side) % unit for side in size.split("x")):
-            raise ConfigError(f"sizes has {size!r}: give width x height, multiples of {unit} up to 9999, as 512x512")
+    return Pipeline(folder, kind, config, options)
 
 
 def _scheduler_maker(folder: Path, *, is_ddim: bool) -> Callable[[], Any]:
+    """Return a maker of a request's scheduler, of which two steps are tried. Raise `ConfigError`."""
     settings = read_object(folder / "scheduler_config.json")
     name = str(settings.get("_class_name"))
-    kind: Any = getattr(diffusers, name, None) if name.isidentifier() else None
+    kind: Any = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise ConfigError(f"{folder} names the scheduler {name}, which diffusers {diffusers.__version__} has not")
     kind = diffusers.DDIMScheduler if is_ddim else kind  # as that pipeline does
@@ -237,11 +210,3 @@ def _scheduler_maker(folder: Path, *, is_ddim: bool) -> Callable[[], Any]:
         raise ConfigError(f"{folder}: {wrong}: name DDIMScheduler, say")
     trial.next_sample(zeros)
     return lambda: kind.from_config(settings)
-
-
-def _guided(noise: torch.Tensor, guidance: float) -> torch.Tensor:
-    """Return a picture's noise [1, …]; of two, for the request and unconditional, by classifier-free guidance."""
-    if len(noise) == 1:
-        return noise
-    conditional, unconditional = noise[:1], noise[1:]
-    return unconditional + guidance * (conditional - unconditional)

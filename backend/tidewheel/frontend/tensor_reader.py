@@ -95,21 +95,20 @@ class TensorReader:
 
 def _take_step_options(sources: Sequence[ParameterSource]) -> tuple[StepOptions, tuple[ParameterSource, ...]]:
     """Return the parameters of a model that takes many steps, and the others. Raise `InvalidRequest`."""
-    given: dict[str, Any] = {}
-    others: dict[str, object] = {}
-    for name, value in ((name, value) for source in sources for name, value in source.values.items()):
-        if name in _STEP_COERCIONS:
-            given |= {} if value is None else {name: _STEP_COERCIONS[name](name, value)}
-        elif name in COERCIONS or name in ALIASES:
-            others[name] = value
-        else:
-            known = f"{', '.join(_STEP_COERCIONS)}, and options of one-shot models"
-            raise InvalidRequest(f"unknown parameter {show(name)}: known are {known}")
-    return StepOptions(**given), (ParameterSource(origin="parameters", values=others),)
+    values = {name: value for source in sources for name, value in source.values.items() if value is not None}
+    if unknown := sorted(values.keys() - _STEP_COERCIONS.keys() - COERCIONS.keys() - ALIASES.keys()):
+        known = f"{', '.join(_STEP_COERCIONS)}, and options of one-shot models"
+        raise InvalidRequest(f"unknown parameter {show(unknown[0])}: known are {known}")
+    given: dict[str, Any] = {
+        name: coerce(name, values.pop(name)) for name, coerce in _STEP_COERCIONS.items() if name in values
+    }
+    return StepOptions(**given), (ParameterSource(origin="parameters", values=values),)
 
 
 class TensorOutputs(Outputs):
     """Outputs of a one-shot request, which come at once. Not thread-safe."""
+
+    is_over = False
 
     def __init__(self, num_items: int, arrival_ns: int, call: RemoteCall | None = None) -> None:
         self.num_input_tokens = num_items
@@ -117,15 +116,12 @@ class TensorOutputs(Outputs):
         self._arrived_ns = arrival_ns
         self._tensors: Arrays | None = None
         self._finish_reason = ""
+        self._num_steps = 0
         self._times: RequestStats | None = None
 
     @property
-    def is_over(self) -> bool:
-        return bool(self._finish_reason)
-
-    @property
     def num_output_tokens(self) -> list[int]:
-        return [1]
+        return [self._num_steps]
 
     @property
     def has_tokens(self) -> bool:
@@ -134,14 +130,16 @@ class TensorOutputs(Outputs):
     def push(self, deltas: Iterable[Delta]) -> list[int]:
         """Take the outputs. Raise `InternalError` if they cannot be read."""
         for delta in deltas:
+            self._num_steps += len(delta.token_ids)
             if delta.stats is not None:
                 self._times = msgspec.structs.replace(delta.stats, arrival_ns=self._arrived_ns)
             if delta.outputs is not None:
                 self._tensors = delta.outputs.arrays
-            elif delta.finish_reason == FinishReason.LENGTH and self._call is not None:
-                self._tensors = self._call.outputs
+            elif delta.finish_reason:
+                call = self._call if delta.finish_reason == FinishReason.LENGTH else None
+                self._tensors = None if call is None else call.outputs  # not an unsent preview
             if self._tensors is not None:
-                self._finish_reason = delta.finish_reason
+                self._finish_reason, self.is_over = delta.finish_reason, bool(delta.finish_reason)
         return []
 
     def end(self, finish_reason: str) -> None:
@@ -166,33 +164,17 @@ class PreviewOutputs(TensorOutputs):
     def __init__(self, num_items: int, arrival_ns: int, options: StepOptions) -> None:
         super().__init__(num_items, arrival_ns)
         self._options = options
-        self._num_steps = 0
-
-    @property
-    def num_output_tokens(self) -> list[int]:
-        return [self._num_steps]
-
-    def push(self, deltas: Iterable[Delta]) -> list[int]:
-        for delta in deltas:
-            self._num_steps += len(delta.token_ids)
-            if delta.finish_reason and delta.outputs is None:
-                self._tensors = None  # an unsent preview is no result
-            super().push([delta])
-        return []
 
     def take(self) -> Response:
-        if self._tensors is not None:
-            tensors, reason = dict(self._tensors), self._finish_reason or "None"
-            if self._options.format != "raw":
-                png = encode_png(tensors.pop("image"))
-                data = png if self._options.format == "png" else base64.b64encode(png)
-                tensors["png"] = np.array([data], np.object_)
-            text = b"stop" if reason == FinishReason.LENGTH else reason.encode()
-            tensors |= {
-                "steps": np.array([self._options.steps], np.int32),
-                "finish_reason": np.array([text], np.object_),
-            }
-            self._tensors = tensors
+        """Return the tensors that came last, once."""
+        tensors, reason = dict(self._tensors or {}), self._finish_reason or "None"
+        if self._options.format != "raw":
+            png = encode_png(tensors.pop("image"))
+            tensors["png"] = np.array([png if self._options.format == "png" else base64.b64encode(png)], np.object_)
+        tensors["steps"] = np.array([self._options.steps], np.int32)
+        text = b"stop" if reason == FinishReason.LENGTH else reason.encode()
+        tensors["finish_reason"] = np.array([text], np.object_)
+        self._tensors = tensors
         response = super().take()
         self._tensors = None
         return response

@@ -19,8 +19,8 @@ from tidewheel_client import Chunk, Completion, TokenLogprob
 from tidewheel_client.errors import InternalError, InvalidRequest
 
 DONE = b"data: [DONE]\n\n"
-STREAM_HEADERS: Mapping[str, str] = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-JSON_HEADERS: Mapping[str, str] = {"Content-Type": "application/json"}
+STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+JSON_HEADERS = {"Content-Type": "application/json"}
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _OPENAI_REASONS = ("stop", "length")
 
@@ -60,6 +60,8 @@ class _ChoiceState:
 
 
 class AnswerWriter:
+    content_type = "application/json"
+
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
         body = request.body
         assert isinstance(body, GenerateBody)
@@ -77,10 +79,6 @@ class AnswerWriter:
             "object": f"{name}.chunk" if request.stream and self._is_chat else name,
             "created": int(time.time()),
             "model": request.model,
-        }
-        self.headers: Mapping[str, str] = {
-            "x-request-id": request.request_id,
-            **(STREAM_HEADERS if request.stream else JSON_HEADERS),
         }
         self._states: dict[int, _ChoiceState] = {}  # by choice
         self._prompt_logprobs: dict[int, Logprobs] = {}  # by prompt

@@ -189,10 +189,11 @@ class Gateway:
         request: UpstreamRequest,
         responses: Responses[list[Chunk]],
     ) -> web.StreamResponse:
-        writer = make_writer(request)
+        writer, headers = make_writer(request), {"x-request-id": request.request_id}
         if request.stream:
-            return await self._stream(http, writer.headers, responses, writer.events, writer.end)
-        return web.Response(body=writer.whole(await _read_all(responses)), headers=writer.headers)
+            return await self._stream(http, headers | answers.STREAM_HEADERS, responses, writer.events, writer.end)
+        headers["Content-Type"] = writer.content_type
+        return web.Response(body=writer.whole(await _read_all(responses)), headers=headers)
 
     async def _proxy(
         self, http: web.Request, request: UpstreamRequest, responses: Responses[bytes]
@@ -226,8 +227,7 @@ class Gateway:
             body = self._refuse(http, error).body
             assert isinstance(body, bytes)
             last = b"data: " + body + b"\n\n"
-        if not answer.prepared:
-            await answer.prepare(http)
+        await answer.prepare(http)  # once
         await answer.write_eof(last)
         return answer
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from tidewheel.gateway.answers import JSON_HEADERS, STREAM_HEADERS, IndexedChunks, Json, as_event
+from tidewheel.gateway.answers import IndexedChunks, Json, as_event
 from tidewheel.gateway.bodies import Fields, OpenAIBody, Prompt, RefusedFields, UpstreamRequest, read_fields
 from tidewheel.gateway.upstreams import GrpcAttempt
 from tidewheel_client import Ask, Chunk, Picture
@@ -53,11 +53,12 @@ def read_images(fields: Fields) -> UpstreamRequest:
 
 
 class PictureWriter:
+    content_type = "application/json"
+
     def __init__(self, request: UpstreamRequest) -> None:
         assert isinstance(request.body, ImagesBody)
         self._created, self._num_previews = int(time.time()), 0
         self._format = {"size": request.body.size, "output_format": "png", "background": "opaque", "quality": "auto"}
-        self.headers = {"x-request-id": request.request_id, **(STREAM_HEADERS if request.stream else JSON_HEADERS)}
 
     def whole(self, chunks: IndexedChunks) -> bytes:
         ends = ((index, chunk.picture) for index, chunk in chunks if chunk.picture and chunk.finish_reason)

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
-from tidewheel.gateway.answers import STREAM_HEADERS, IndexedChunks, Json, as_event
+from tidewheel.gateway.answers import IndexedChunks, Json, as_event
 from tidewheel.gateway.bodies import Fields, OpenAIBody, UpstreamRequest, read_fields
 from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
@@ -67,9 +67,7 @@ class TranscriptWriter:
         self._task = "translate" if request.params.get("translate") else "transcribe"
         request.stream = request.body.stream  # verbose_json is asked in parts, and answered whole
         self._chunks: list[Chunk] = []
-        content_type = "text/plain; charset=utf-8" if self._format == "text" else "application/json"
-        kind = STREAM_HEADERS if request.stream else {"Content-Type": content_type}
-        self.headers = {"x-request-id": request.request_id, **kind}
+        self.content_type = "text/plain; charset=utf-8" if self._format == "text" else "application/json"
 
     def events(self, _: int, chunks: list[Chunk]) -> bytes:
         self._chunks += chunks

@@ -44,10 +44,11 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
     """Load the model. Imports torch here, because that takes seconds."""
-    if config.kind == "iterative":
-        return IterativeRunner.load(config, progress)
-    if config.kind == "one_shot":
-        return (RemoteRunner if config.is_remote else OneShotRunner).load(config, progress)
+    if config.kind != "text":
+        if progress is not None:
+            progress("load", 0.0)
+        one_shot = RemoteRunner if config.is_remote else OneShotRunner
+        return (IterativeRunner if config.kind == "iterative" else one_shot).load(config)
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -45,9 +45,10 @@ class IterativeModel(Protocol):
 class Progress:
     """Model state and step count of a request, kept while it is preempted."""
 
-    def __init__(self, model: IterativeModel, state: State, options: StepOptions) -> None:
-        self.state, self.num_steps = state, 0
-        self._model, self._options = model, options
+    def __init__(self, model: IterativeModel, request: Request) -> None:
+        self._model, self._options = model, request.step_options
+        self.state = model.prepare(request.inputs or {}, request.seed, self._options)
+        self.num_steps = 0
 
     @property
     def has_output(self) -> bool:
@@ -84,11 +85,9 @@ class IterativeRunner:
         )  # fmt: skip
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
+    def load(cls, config: EngineConfig) -> Self:
         """Load the model. Raise `ConfigError`."""
         begin = time.monotonic()
-        if progress is not None:
-            progress("load", 0.0)
         if config.batch_axes != "{}" or config.buckets != "{}":
             raise ConfigError(f"batch_axes and buckets do not go with adapter {config.adapter}: leave them out")
         model: Any = load_adapter(config)[0]
@@ -102,16 +101,10 @@ class IterativeRunner:
         requests = [self._rows[row] for row in batch.rows.tolist()]
         for request in requests:
             if request.progress is None:
-                each_of([request], self._begin)
+                for _, progress in each_of([request], lambda new: [Progress(self._model, new[0])]):
+                    request.progress, request.inputs = progress, None
         self._advance([request for request in requests if request.error is None])
         return FinishedRun.of(batch.step_id, requests)
-
-    def _begin(self, requests: Sequence[Request]) -> list[None]:
-        for request in requests:
-            options = request.step_options or StepOptions()
-            state = self._model.prepare(request.inputs or {}, request.seed, options)
-            request.progress, request.inputs = Progress(self._model, state, options), None
-        return [None] * len(requests)
 
     def _advance(self, requests: Sequence[Request]) -> None:
         for request, is_finite in each_of(requests, lambda group: self._model.step(_states(group))):

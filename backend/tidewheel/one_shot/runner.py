@@ -72,11 +72,9 @@ class OneShotRunner:
         )
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
+    def load(cls, config: EngineConfig) -> Self:
         """Load the model. Raise `ConfigError`."""
         begin = time.monotonic()
-        if progress is not None:
-            progress("load", 0.0)
         runner = cls(*load_adapter(config), config)
         runner._try_item()
         seconds, line = time.monotonic() - begin, runner._slow_item()

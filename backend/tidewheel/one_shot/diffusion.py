@@ -77,19 +77,19 @@ class Pipeline:
         self._torch_device, self._dtype, self._null_label = device, getattr(torch, options.dtype), options.null_label
         network = diffusers.UNet2DConditionModel if takes_text else diffusers.UNet2DModel
         self._unet = painter = self._load(network, folder / "unet")
-        self._vae = self._text_encoder = self._tokenizer = None
+        models, self._vae = [self._unet], None
         if takes_text:
             self._vae = painter = self._load(diffusers.AutoencoderKL, folder / "vae")
             self._text_encoder = self._load(CLIPTextModel, folder / "text_encoder")
             self._tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+            models += [self._vae, self._text_encoder]
         self._make_scheduler = _scheduler_maker(folder / "scheduler", is_ddim=kind == "DDIMPipeline")
         labels = range(self._unet.config.get("num_class_embeds") or 0)
         if options.null_label is not None and options.null_label not in labels:
             raise ConfigError(f"null_label is {options.null_label}: the model has {len(labels)} labels, from 0 on")
         self._labels = [label for label in labels if label != options.null_label]
         self.device = f"{device} ({torch.get_num_threads()} threads)"
-        models = (self._unet, self._vae, self._text_encoder)
-        self.weights_bytes = sum(model.get_memory_footprint() for model in models if model is not None)
+        self.weights_bytes = sum(model.get_memory_footprint() for model in models)
         unit = 2 ** (len(painter.config.block_out_channels) - 1)  # pixels
         self._scale = unit if takes_text else 1  # pixels of a sample's element
         self.offer = self._make_offer(options, unit, has_guidance=takes_text or options.null_label is not None)
@@ -138,7 +138,7 @@ class Pipeline:
         return state
 
     def _conditions(self, inputs: Arrays, *, has_guidance: bool) -> list[torch.Tensor]:
-        if self._tokenizer is not None:
+        if self._vae is not None:
             prompt = inputs["prompt"][0].decode("utf-8", "replace")[:_MAX_PROMPT_CHARS]
             texts = [prompt, ""] if has_guidance else [prompt]
             ids = self._tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
@@ -163,7 +163,7 @@ class Pipeline:
             timesteps += [timestep.reshape(1)] * count
             counts.append(count)
         conditions = [condition for state in states for condition in state.conditions]
-        name = "class_labels" if self._tokenizer is None else "encoder_hidden_states"
+        name = "class_labels" if self._vae is None else "encoder_hidden_states"
         condition = {name: torch.cat(conditions)} if conditions else {}
         times = torch.cat(timesteps).to(self._torch_device)
         noise = self._unet(torch.cat(samples), times, **condition).sample.split(counts)

@@ -116,7 +116,7 @@ class TensorOutputs(Outputs):
         self._arrived_ns = arrival_ns
         self._tensors: Arrays | None = None
         self._finish_reason = ""
-        self._num_steps = 0
+        self._num_steps = 0 if call is None else 1  # no step reports a call
         self._times: RequestStats | None = None
 
     @property

@@ -79,8 +79,9 @@ class AdmissionControl:
             request.priority = limits_of(self._state.config.tenants, request.tenant).granted(request.priority)
         try:
             return self._admit(requests, now)
-        except TidewheelError:
+        except TidewheelError as error:
             figures.num_rejected += count
+            self._state.stats.num_hopeless += isinstance(error, DeadlineExceeded)
             raise
 
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
@@ -100,8 +101,7 @@ class AdmissionControl:
             newcomer.was_over_quota = over_quota
             state.stats.num_downgraded_quota += over_quota and service_class is not newcomer.priority
         state.wait(list(requests))
-        if evicted:
-            self.observe_ends(evicted, now)
+        self.observe_ends(evicted, now)
         return evicted
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
@@ -152,11 +152,7 @@ class AdmissionControl:
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
         request, count = requests[0], len(requests)
-        try:
-            self.check_deadline(request, service_class, now)
-        except DeadlineExceeded:
-            self._state.stats.num_hopeless += 1
-            raise
+        self.check_deadline(request, service_class, now)
         try:
             self._tenants.check(request.tenant, count, count * num_tokens, now)
         except Busy:

@@ -9,11 +9,11 @@ from tidewheel.processor_use import ProcessorUse
 
 QUIET = ProcessorUse(used=1.4, idle=0.6)
 BESIDE_ONE = ProcessorUse(used=1.0, idle=0.0)
-TURN_S = 1e-4
+TURN_S, LONGEST_S = 1e-4, 0.02
 
 
 def settled(use: ProcessorUse, *, processors: int = 2, turn_s: float = TURN_S) -> ResponseInterval:
-    interval = ResponseInterval(processors)
+    interval = ResponseInterval(LONGEST_S, 2, processors)
     settle(interval, use, turn_s)
     return interval
 
@@ -22,7 +22,7 @@ def settle(interval: ResponseInterval, use: ProcessorUse, turn_s: float = TURN_S
     for _ in range(20):
         interval.observe(use)
     for _ in range(1000):
-        interval.add_turn(turn_s)
+        interval.add_turn(turn_s, turn_s)
 
 
 def test_turns_at_the_interval_take_the_budget() -> None:

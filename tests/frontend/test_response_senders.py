@@ -22,7 +22,7 @@ def harness(tmp_path: Path) -> Iterator[FrontendHarness]:
 
 def be_too_much(harness: FrontendHarness) -> None:
     """Make a turn seem so long that streams wait for the whole interval."""
-    harness.frontend._senders._turn_ns = 1e30
+    harness.frontend._senders._interval._turn_s = 1e21
 
 
 def begin(harness: FrontendHarness, count: int) -> list[Submitted]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from tidewheel.frontend.live_request import LiveRequest, TokenColumns
-from tidewheel.frontend.response_interval import MAX_STRETCH, ResponseInterval
+from tidewheel.frontend.response_interval import ResponseInterval
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.processor_use import ProcessorMeter
 
@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 ASKING_SHARE = 0.2  # of a thread's time: to ask Triton about a client takes some 100 µs
 SHORT_ASKING_SHARE = 0.02  # for requests of one step
 
-_LOAD = 0.7  # of the senders' time, for all streams in turn
-_SMOOTHING = 1 / 32
 _LOOKS = 4  # in an interval
 _LOOK_S = 0.02
 
@@ -117,8 +115,7 @@ class Watcher:
 class ResponseSenders:
     """Threads that send responses in turns (`LiveRequest`).
 
-    First tokens and ends go first, then streams whose last turn is an interval ago: 0 while senders keep up, at most
-    `stream_interval_ms`, or `MAX_STRETCH` times that for the budget of processor time.
+    First tokens and ends go first, then streams whose last turn is a `ResponseInterval` ago.
     """
 
     def __init__(
@@ -133,18 +130,18 @@ class ResponseSenders:
         self._live = live
         self._columns = columns
         self._answer = answer
-        self._max_interval_ns = settings.stream_interval_ms * 1e6
-        self._turn_ns = 0.0  # duration, smoothed
-        self._budgeted = ResponseInterval(len(os.sched_getaffinity(0)))
+        num_senders = settings.num_sender_threads
+        self._interval = ResponseInterval(
+            1e-3 * settings.stream_interval_ms, num_senders, len(os.sched_getaffinity(0))
+        )
         self._meter = ProcessorMeter(os.getppid(), engine_pid)  # the parent is tritonserver
-        self._num_senders = settings.num_sender_threads
         self._changed = threading.Condition()
         self._has_timekeeper = False  # among the threads that wait
         self._look_ns = 0  # next look: many due streams at once cost less
         self._urgent: deque[LiveRequest] = deque()
         self._due: deque[int] = deque()
         self._is_closed = False
-        self._senders = Workers("sender", self._num_senders, self._take, self._turn)
+        self._senders = Workers("sender", num_senders, self._take, self._turn)
 
     def put(self, request: LiveRequest) -> None:
         """Queue the request before waiting streams."""
@@ -195,13 +192,9 @@ class ResponseSenders:
         return None
 
     def _interval_ns(self) -> int:
-        num_streams = self._columns.num_awaited()
-        round_ns = num_streams * self._turn_ns / self._num_senders
-        keeps_up_ns = min(self._max_interval_ns, round_ns / _LOAD)
         if (use := self._meter.read()) is not None:
-            self._budgeted.observe(use)
-        budgeted_ns = self._budgeted.seconds(num_streams) * 1e9
-        return int(max(keeps_up_ns, min(MAX_STRETCH * self._max_interval_ns, budgeted_ns)))
+            self._interval.observe(use)
+        return int(1e9 * self._interval.seconds(self._columns.num_awaited()))
 
     def _seconds_to_wait(self) -> float | None:
         taken_ns = self._columns.next_taken_ns()
@@ -212,9 +205,9 @@ class ResponseSenders:
     def _turn(self, request: LiveRequest) -> None:
         begin_ns, processor_s = time.monotonic_ns(), time.thread_time()
         self._answer(request, begin_ns)
-        self._budgeted.add_turn(time.thread_time() - processor_s)
+        processor_s = time.thread_time() - processor_s
         if request.end_turn():
             self.put(request)
         elif request.wants_chunks:
             self._columns.await_tokens(request.key, has_output=request.has_deltas)
-        self._turn_ns += (time.monotonic_ns() - begin_ns - self._turn_ns) * _SMOOTHING
+        self._interval.add_turn(1e-9 * (time.monotonic_ns() - begin_ns), processor_s)

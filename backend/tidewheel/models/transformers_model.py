@@ -102,22 +102,21 @@ def attend_paged(meta: AttentionMetadata, kv: KVLayer, call: AttentionCall) -> t
     )  # fmt: skip
 
 
-class AttentionProbe:
-    """Attention over one sequence, which finds each layer's shape."""
+def _run_paged(model: Any, inputs: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, dict[int, KVLayer]]:
+    """Return logits of one sequence, and each layer's cache, of one block. Raise `ValueError`."""
+    caches: dict[int, KVLayer] = {}
+    meta = one_sequence(NUM_TOKENS, NUM_TOKENS, device)
 
-    def __init__(self, config: Any, device: torch.device) -> None:
-        self.caches: dict[int, KVLayer] = {}
-        self._config = config
-        self._meta = one_sequence(NUM_TOKENS, NUM_TOKENS, device)
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        if call.layer in self.caches:
+    def attend(call: AttentionCall) -> torch.Tensor:
+        if call.layer in caches:
             raise ValueError(f"layer {call.layer} attends twice")
-        _check_call(call, _expected_window(self._config, call.layer))
-        num_kv_heads, head_dim = call.key.shape[1], call.key.shape[3]
-        shape = (1, NUM_TOKENS, num_kv_heads, head_dim)  # one block
-        self.caches[call.layer] = KVLayer(call.key.new_zeros(shape), call.key.new_zeros(shape))
-        return attend_paged(self._meta, self.caches[call.layer], call)
+        _check_call(call, _expected_window(model.config, call.layer))
+        shape = (1, NUM_TOKENS, call.key.shape[1], call.key.shape[3])
+        caches[call.layer] = KVLayer(call.key.new_zeros(shape), call.key.new_zeros(shape))
+        return attend_paged(meta, caches[call.layer], call)
+
+    with attending(attend):
+        return model(**inputs).logits.float(), caches
 
 
 def _expected_window(config: Any, layer: int) -> int | None:
@@ -155,15 +154,13 @@ def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, 
         "position_ids": torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
         "use_cache": False,
     }
-    probed = AttentionProbe(model.config, device)
     try:
-        with attending(probed.attend):
-            paged = model(**inputs).logits.float()
+        paged, caches = _run_paged(model, inputs, device)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot run with paged attention: {one_line(error)}") from error
-    if not probed.caches:
+    if not caches:
         raise not_offered(name, NO_INTERFACE)
-    layers = sorted(probed.caches)
+    layers = sorted(caches)
     if layers != list(range(model.config.num_hidden_layers)):
         raise not_offered(name, f"{len(layers)} of {model.config.num_hidden_layers} layers attend")
     model.set_attn_implementation("eager")
@@ -172,7 +169,7 @@ def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, 
     limit = TOLERANCE[model.dtype]
     if not difference <= limit:
         raise not_offered(name, f"paged attention changes its logits by {difference:.2g}, at most {limit} is right")
-    keys = [probed.caches[layer][0] for layer in layers]
+    keys = [caches[layer].keys for layer in layers]
     vocab_size, num_embeddings = paged.shape[-1], model.get_input_embeddings().weight.shape[0]
     if num_embeddings < vocab_size:
         raise not_offered(name, f"it has logits of {vocab_size} tokens, embeddings of {num_embeddings}")

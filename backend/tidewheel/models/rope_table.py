@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,27 +44,24 @@ def parse_rope(fields: ConfigFields) -> RopeConfig:
     theta = merged.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if theta <= 1.0:
         raise ConfigError(f"{merged.where}: rope_theta is {theta:g}, it must be above 1")
-    if rope_type == "default":
-        return RopeConfig(rope_type=rope_type, theta=theta)
-    return _parse_scaling(fields, merged, rope_type, theta)
+    rope = RopeConfig(rope_type=rope_type, theta=theta)
+    return rope if rope_type == "default" else _with_scaling(rope, fields, merged)
 
 
-def _parse_scaling(fields: ConfigFields, merged: ConfigFields, rope_type: str, theta: float) -> RopeConfig:
-    if rope_type == "linear":
-        return RopeConfig(rope_type=rope_type, theta=theta, factor=merged.number("factor"))
+def _with_scaling(rope: RopeConfig, fields: ConfigFields, merged: ConfigFields) -> RopeConfig:
+    if rope.rope_type == "linear":
+        return replace(rope, factor=merged.number("factor"))
     context = fields.integer("max_position_embeddings")
     original = merged.integer("original_max_position_embeddings", context)
-    if rope_type == "llama3":
+    if rope.rope_type == "llama3":
         low, high = merged.number("low_freq_factor"), merged.number("high_freq_factor")
         if high <= low:
             raise ConfigError(f"{merged.where}: high_freq_factor {high} must be above low_freq_factor {low}")
-        return RopeConfig(
-            rope_type=rope_type, theta=theta, factor=merged.number("factor"), original_context=original,
-            low_freq_factor=low, high_freq_factor=high,
-        )  # fmt: skip
+        factor = merged.number("factor")
+        return replace(rope, factor=factor, original_context=original, low_freq_factor=low, high_freq_factor=high)
     factor = merged.number("factor", context / original)
-    return RopeConfig(
-        rope_type=rope_type, theta=theta, factor=factor, original_context=original,
+    return replace(
+        rope, factor=factor, original_context=original,
         beta_fast=merged.number("beta_fast", 32.0), beta_slow=merged.number("beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(merged, factor), truncate=merged.flag("truncate", True),
     )  # fmt: skip

@@ -160,6 +160,16 @@ def test_the_language_is_asked_first(harness: SpeechHarness) -> None:
     assert sink.texts() == ["Ja.", "Nein."] and sink.chunks[-1].language == "de"
 
 
+def test_the_language_is_asked_once_where_the_prompt_is_scored(harness: SpeechHarness) -> None:
+    sink = harness.ask(SENTENCES[:MOST], parameters={"max_tokens": 0, "prompt_logprobs": 1})
+    harness.deliver(harness.added(1)[0].key, [GERMAN], "length")
+    _, window = harness.added(2)
+    assert prompt_ids(window) == [START, GERMAN, TRANSCRIBE]
+    harness.deliver(window.key, harness.encode("Ja"), "length")
+    sink.wait_end()
+    assert (sink.text, sink.chunks[-1].language) == ("", "de")
+
+
 def fail(harness: SpeechHarness, index: int) -> None:
     harness.deliver(sorted(harness.engine.added)[index], finish_reason="error", error=error_info())
 

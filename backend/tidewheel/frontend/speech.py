@@ -38,7 +38,7 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
         prompt_ids = np.array([self.decoder_start_token_id], np.int32)
         sampling = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=tuple(self.lang_to_id.values()))
         options = msgspec.structs.replace(given.options, n=1)
-        return given._replace(prompt_ids=prompt_ids, sampling=sampling, options=options)
+        return given._replace(prompt_ids=prompt_ids, sampling=sampling, options=options, is_scoring=False)
 
     def in_language(self, given: Generation, token_id: int) -> Generation:
         language = next(name for name, known in self.lang_to_id.items() if known == token_id)

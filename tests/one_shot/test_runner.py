@@ -17,6 +17,10 @@ from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
 
 
+def items(inputs: Arrays) -> np.ndarray:
+    return np.zeros(len(next(iter(inputs.values()))), np.int32)
+
+
 class Ran:
     """One step over requests with these inputs."""
 
@@ -29,7 +33,7 @@ class Ran:
 
     def step(self, *inputs: Arrays) -> None:
         self.requests = [
-            Request(str(row), np.zeros(1, np.int32), SamplingParams(), max_tokens=1, arrival_time=0.0, inputs=each)
+            Request(str(row), items(each), SamplingParams(), max_tokens=1, arrival_time=0.0, inputs=each)
             for row, each in enumerate(inputs)
         ]
         n = len(inputs)

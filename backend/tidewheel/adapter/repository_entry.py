@@ -81,13 +81,12 @@ def read_entry(name: str, folder: Path, version: str, config: Mapping[str, Any])
 
 
 def resolve_settings(entry: ModelEntry) -> ModelSettings:
-    settings = _read(entry)
-    frontend = _take_frontend(settings)
-    completed = with_kind(settings, entry.folder / entry.version)
-    if completed.get("kind", "text") != "text":
-        if entry.max_batch_size and "max_num_batched_tokens" not in settings:
-            completed["max_num_batched_tokens"] = entry.max_batch_size
-        settings = completed
+    given = _read(entry)
+    frontend = _take_frontend(given)
+    settings = with_kind(given, entry.folder / entry.version)
+    if settings.get("kind", "text") != "text":
+        if entry.max_batch_size and "max_num_batched_tokens" not in given:
+            settings["max_num_batched_tokens"] = entry.max_batch_size
     elif (frontend.io_dialect == "trtllm") != (entry.max_batch_size > 0):
         raise ConfigError(
             f"io_dialect is {frontend.io_dialect} and max_batch_size {entry.max_batch_size}: set io_dialect in "
@@ -126,15 +125,14 @@ def check_settings(settings: Mapping[str, object]) -> None:
     """Raise `ConfigError` for wrong settings of an entry that owns its engine."""
     values = _known(settings)
     _take_frontend(values)
-    _engine_config(values)
+    _engine_config(with_kind(values))
 
 
-def _engine_config(settings: Mapping[str, object], owner: ModelEntry | None = None) -> EngineConfig:
+def _engine_config(settings: dict[str, object], owner: ModelEntry | None = None) -> EngineConfig:
     base_dir = None if owner is None else owner.folder / owner.version
-    completed = with_kind(settings, base_dir)
-    if owner is not None and completed.get("adapter") == REMOTE:
-        completed.setdefault("adapter_options", _called_tensors(owner, str(completed["model"])))
-    config = EngineConfig.from_settings(completed, base_dir=base_dir)
+    if owner is not None and settings.get("adapter") == REMOTE:
+        settings.setdefault("adapter_options", _called_tensors(owner, str(settings["model"])))
+    config = EngineConfig.from_settings(settings, base_dir=base_dir)
     read_overrides(config.override_generation_config)  # before a model is loaded
     return config
 

@@ -35,7 +35,7 @@ DEVICES = Path(f"/dev/shm/tidewheel-{os.getuid()}-devices-1")  # noqa: S108 - mo
 MAX_ENGINES = 32
 JOIN_LIMIT_S = 5.0
 LOOK_S = 1.0  # between looks for engines that ended
-WAKE_MS = 10  # longest sleep of a waiting engine
+WAKE_S = 0.01  # longest sleep of a waiting engine
 STALE_S = 0.1  # after which a waiting engine that does not look is passed over
 RETURN_S = 0.001  # time that an engine between two steps has for the next
 OVERDUE_S = 1.0  # length of a step whose end others do not wait for
@@ -118,8 +118,6 @@ class DeviceArbiter(UnsharedDevice):
             self._rows[self._row] = (share.name.encode(), share.cores, share.memory, 0, 0, 0.0, 0.0, 0.0, 0.0)
             self._header["num_changes"] += 1
             self._num_changes = -1
-        self._poller = zmq.Poller()
-        self._poller.register(self._pipe, zmq.POLLIN)
 
     @property
     def slice_s(self) -> float | None:
@@ -166,8 +164,7 @@ class DeviceArbiter(UnsharedDevice):
         if not (self._is_shared and self._rows["waits"][self._row]):
             socket.poll(timeout_ms)
             return
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.poll(WAKE_MS)
+        zmq.select([socket, self._pipe], [], [], WAKE_S)
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipe, mmap.PAGESIZE)
 

@@ -60,8 +60,6 @@ class OneShotRunner:
             model=config.model,
             architecture=config.adapter,
             device=adapter.device,
-            dtype="",
-            vocab_size=1,
             max_model_len=max_items + 1,
             max_num_seqs=num_rows,
             max_num_batched_tokens=max_items,
@@ -121,14 +119,12 @@ class OneShotRunner:
         )
 
     def _outputs(self, requests: Sequence[Request]) -> list[Arrays]:
+        """Run requests as one. Raise what the model raises, or `ValueError` for outputs of other sizes."""
         inputs = [request.inputs or {} for request in requests]
-        return self._run_joined(inputs) if len(inputs) > 1 else [self._cut(self._run(inputs), inputs[0])]
-
-    def _run_joined(self, inputs: Sequence[Arrays]) -> list[Arrays]:
-        """Run several requests as one. Raise what the model raises, or `ValueError` for outputs of other sizes."""
         outputs = self._run(inputs)
-        batched = next(spec for spec in self._signature.inputs if spec.batch_axis is not None)
-        counts = [each[batched.name].shape[batched.batch_axis or 0] for each in inputs]
+        if len(inputs) == 1:
+            return [self._cut(outputs, inputs[0])]
+        counts = [request.num_prompt_tokens for request in requests]  # items
         ends = list(itertools.accumulate(counts))
         for spec in self._signature.outputs:
             if outputs[spec.name].shape[spec.batch_axis or 0] != ends[-1]:

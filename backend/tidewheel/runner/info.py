@@ -13,9 +13,9 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     is_native: bool = True  # not through transformers
     device: str  # e.g. "cpu (2 threads)"
-    dtype: str
+    dtype: str = ""  # empty: of a model without text
     kv_cache_dtype: str = ""  # empty: dtype
-    vocab_size: int  # output width
+    vocab_size: int = 1  # output width
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int

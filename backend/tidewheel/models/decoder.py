@@ -120,9 +120,6 @@ class Decoder(NativeModel):
         self.lm_head = self.output_layer(weights, "lm_head", self.embedding, is_tied=config.tie_word_embeddings)
         self._decode_layers: dict[WeightVariant, DecodeLayers | None] = {}
 
-    def ignores(self, name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
-
     def pack(self) -> None:
         """Arrange weights, all loaded, for computation, and bind those of decode steps of few rows."""
         super().pack()

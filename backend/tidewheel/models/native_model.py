@@ -14,6 +14,7 @@ class NativeModel(CausalLM):
 
     is_capturable = True
     lm_head: Linear
+    _unused = ""  # name of an output matrix that is tied
 
     def __init__(
         self, config: Any, *, max_model_len: int, dtype: torch.dtype, device: torch.device,
@@ -38,7 +39,7 @@ class NativeModel(CausalLM):
 
     def ignores(self, name: str) -> bool:
         """Return whether a checkpoint tensor is unused."""
-        raise NotImplementedError
+        return name == self._unused or name.endswith("rotary_emb.inv_freq")
 
     def plan_copies(self, form: GroupFormat) -> None:
         """Have `pack` make a copy of each matrix, of the output matrix in 8 bits. Raise `ConfigError`."""
@@ -65,5 +66,6 @@ class NativeModel(CausalLM):
     def output_layer(self, weights: Weights, name: str, table: Linear, *, is_tied: bool) -> Linear:
         """Return the output matrix, `table` itself if it is tied and quantised."""
         if is_tied:
+            self._unused = f"{name}.weight"
             return weights.layer(table.weight, None, None, {}) if table.format is None else table
         return weights.linear("", self.shape.hidden_size, {name: self.shape.vocab_size})

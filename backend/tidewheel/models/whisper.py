@@ -191,9 +191,6 @@ class Whisper(NativeModel):
         width = 2 * self.config.num_mel_bins + 8 * self.config.d_model + 2 * self.config.encoder_ffn_dim
         return self.config.max_source_positions * width * self._positions.itemsize
 
-    def ignores(self, name: str) -> bool:
-        return name == "proj_out.weight" and self.config.tie_word_embeddings
-
     def encode(self, features: torch.Tensor, slots: torch.Tensor, layers: Sequence[KVLayer]) -> None:
         """Write the cross-attention keys and values of an audio to `slots` [num_positions] int64."""
         states = self._encoder(features)

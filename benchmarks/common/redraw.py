@@ -12,6 +12,7 @@ from typing import Any
 
 from common.study import RESULTS
 from engine import host_timeline
+from one_shot import shared_device
 from path import overload
 from tidewheel.bench.charts import ChartImage
 from tidewheel.bench.pictures import capacity_picture, pictures
@@ -27,6 +28,7 @@ def of_capacity(record: Mapping[str, Any]) -> dict[str, ChartImage]:
 DRAWN: dict[str, Callable[[Mapping[str, Any]], dict[str, ChartImage]]] = {
     "cpu_capacity": of_capacity,
     "host_timeline": lambda record: {"host_timeline": host_timeline.picture(record["models"])},
+    "shared_device_policies": lambda record: {"shared_device_policies": shared_device.picture(record)},
     "overload": lambda record: {"overload": overload.picture(record)},
 }
 

@@ -1,6 +1,6 @@
 """Draw the pictures of `benchmarks/results` again, from their records: nothing is measured.
 
-python benchmarks redraw [cpu_capacity] [host_timeline] [overload]
+python benchmarks redraw [cpu_capacity] [host_timeline] [overload] [shared_device_policies]
 """
 
 from __future__ import annotations

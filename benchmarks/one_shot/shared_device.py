@@ -199,7 +199,8 @@ def picture(record: Mapping[str, Any]) -> ChartImage:
         row, colour = cases[BESIDE], COLOURS[number]
         p99 = 1e3 * row["gap_p99_s"]["median"]
         gaps.barh(number, p99, 0.6, color=colour)
-        gaps.annotate(f"{p99:.0f} ms", (p99, number), (6, 0), textcoords="offset points", va="center")
+        label = gaps.annotate(f"{p99:.0f} ms", (p99, number), (-6, 0), textcoords="offset points", va="center")
+        label.set(horizontalalignment="right", color="white")
         places = [kind + 0.26 * (number - 1) for kind in range(len(kinds))]
         rates.bar(places, [row[f"{kind}_per_s"]["median"] for kind in kinds], 0.24, color=colour, label=policy)
     gaps.axvline(goal + record["slice_ms"], color=INK, linewidth=0.9, linestyle=":")

@@ -207,7 +207,7 @@ def test_no_logprobs_without_being_asked(runner: ModelRunner) -> None:
 def test_logits_that_are_not_finite_end_one_request_only(config: EngineConfig, runner: ModelRunner) -> None:
     poisoned = 11
     model = load_parts(config, no_progress).model
-    model.embedding[poisoned] = float("nan")
+    model.embedding.weight[poisoned] = float("nan")
     runner = ModelRunner(model, BlockTransfers(runner.kv), runner.info, torch.device("cpu"))
     prompts = [np.array([1, 2, 3], dtype=np.int32), np.array([4, poisoned, 6], dtype=np.int32)]
     asked = replace(GREEDY, logprobs=1)

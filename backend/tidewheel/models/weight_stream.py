@@ -162,6 +162,7 @@ def stream_chunks(chunks: Sequence[FileChunk], load: LoadChunk, done: BytesRead)
             stack.callback(os.close, descriptors[path])
             os.posix_fadvise(descriptors[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
+        @torch.inference_mode()  # threads do not inherit it, and destinations may be inference tensors
         def run(chunk: FileChunk) -> int:
             load(chunk, partial(_read, descriptors[chunk.file], chunk))
             return chunk.size

@@ -12,6 +12,7 @@ from tidewheel.batch import Float32Array
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 
 SAMPLING_RATE = 16_000  # Hz
+SAMPLES_PER_POSITION = 320  # of Whisper's encoder: a frame each 160, and a convolution of stride 2
 _RATES = (1_000, 192_000)  # Hz
 _MAX_CHANNELS = 8
 _BLOCK_FRAMES = 1 << 16  # decoded at once: a small file can hold many channels of silence

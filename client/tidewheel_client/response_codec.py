@@ -48,18 +48,18 @@ def _stream_response() -> Any:
 StreamResponse = _stream_response()
 
 
-class _Layout(NamedTuple):
+class _OutputLayout(NamedTuple):
     outputs: tuple[tuple[str, str, Sequence[int]], ...]  # name, datatype, shape
     pick: Callable[[Sequence[Any]], tuple[Any, ...]] | None  # values of `_PLAIN`, if there are no others
 
 
 @lru_cache(_MAX_LAYOUTS)
-def _layout(descriptions: tuple[bytes, ...]) -> _Layout:
+def _layout(descriptions: tuple[bytes, ...]) -> _OutputLayout:
     read = service_pb2.ModelInferResponse.InferOutputTensor.FromString
     outputs = tuple((each.name, each.datatype, tuple(each.shape)) for each in map(read, descriptions))
     names = [name for name, _, _ in outputs]
     indices = (names.index(name) if name in names else -1 for name in _PLAIN)
-    return _Layout(outputs, itemgetter(*indices) if set(_PLAIN).issuperset(names) else None)
+    return _OutputLayout(outputs, itemgetter(*indices) if set(_PLAIN).issuperset(names) else None)
 
 
 def decode(response: Any) -> list[Chunk]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
+from tidewheel.frontend import request_parameters
 from tidewheel.frontend.coercion import ParameterSource, parse_json
 from tidewheel.frontend.request_parameters import ABSENT, COERCIONS, SUGGESTED, ParsedParameters, parse_parameters
 from tidewheel.request import Priority
@@ -205,6 +208,10 @@ def test_defaults_of_the_model_give_way() -> None:
 def test_no_name_is_both_offered_and_absent() -> None:
     assert len(set(KNOWN)) == len(KNOWN)
     assert not set(COERCIONS) & set(ABSENT)
+    groups = tomllib.loads(Path(request_parameters.__file__).with_name("absent_parameters.toml").read_text())[
+        "absent"
+    ]
+    assert sum(len(group["names"]) for group in groups) == len(ABSENT)  # none has two reasons
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.audio_file import SAMPLING_RATE
+from tidewheel.audio_file import SAMPLES_PER_POSITION, SAMPLING_RATE
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
@@ -26,7 +26,6 @@ MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
 MAX_BAD_TOKENS = 4096
-SAMPLES_PER_TOKEN = 320  # of Whisper's encoder
 MAX_SAMPLE = 4.0  # of audio; resampling may pass 1 a little
 MAX_PROMPT_LOGPROBS = 1 << 17  # a message of some 2 MB, between two steps
 
@@ -86,7 +85,7 @@ def to_requests(
             bucket=bucket if step_options is None else step_options.size,
             inputs=inputs,
             step_options=step_options,
-            encoder_tokens=info.max_audio_samples // SAMPLES_PER_TOKEN,
+            encoder_tokens=info.max_audio_samples // SAMPLES_PER_POSITION,
             leader=requests[0] if requests else None,
         )
         requests.append(request)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch.nn.functional import conv1d, embedding, gelu, layer_norm, scaled_dot_product_attention
 
-from tidewheel.audio_file import SAMPLING_RATE
+from tidewheel.audio_file import SAMPLES_PER_POSITION, SAMPLING_RATE
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import MAX_HEAD_DIM, MAX_LAYERS
 from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
@@ -19,7 +19,6 @@ from tidewheel.models.native_model import NativeModel
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 WHISPER = "WhisperForConditionalGeneration"
-SAMPLES_PER_POSITION = 320  # a frame each 160 samples, and a convolution of stride 2
 POSITIONS_PER_SECOND = SAMPLING_RATE // SAMPLES_PER_POSITION
 _EPS = 1e-5
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from tidewheel.audio_file import SAMPLES_PER_POSITION
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, Progress
@@ -16,7 +17,7 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import STAGE, load_model, plan_model
 from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.native_model import NativeModel
-from tidewheel.models.whisper import SAMPLES_PER_POSITION, Whisper
+from tidewheel.models.whisper import Whisper
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory

@@ -10,7 +10,8 @@ from typing import NamedTuple
 PERIOD_S = 0.25  # between readings
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _USER, _SYSTEM = 11, 12  # of /proc/PID/stat, after the name
-_NICED, _IDLE, _IO_WAIT = 2, 4, 5  # of a line of /proc/stat
+_FREE = (4, 5)  # of a line of /proc/stat: idle, and waiting for a disk
+_WORK = (1, 2, 3, 6, 7)  # user, niced, system, interrupts
 
 
 class ProcessorUse(NamedTuple):
@@ -44,13 +45,17 @@ class ProcessorMeter:
         self._read_at += period_s
         pairs = zip(self._seconds, before, strict=False)  # empty where /proc does not say
         shares = [max(now - then, 0.0) / period_s for now, then in pairs]
-        return ProcessorUse(*shares) if shares else None
+        if not shares:
+            return None
+        used, waited, idle, user, niced, work = shares
+        # Linux counts the system calls of processes that give way with all others'.
+        niced *= max(work - used, 0.0) / (niced + max(user - used, 0.0) or 1.0)
+        return ProcessorUse(used, idle, waited, niced)
 
     def _read(self) -> tuple[float, ...]:
         try:
             used = time.process_time() + sum(map(_seconds_of, self._pids))
-            idle, niced = _left_seconds(self._names)
-            return used, idle, sum(_waited_seconds()) if self._counts_waits else 0.0, niced
+            return used, sum(_waited_seconds()) if self._counts_waits else 0.0, *_seconds_of_processors(self._names)
         except (OSError, ValueError, IndexError):
             return ()
 
@@ -63,10 +68,13 @@ def _seconds_of(pid: int) -> float:
     return (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_S
 
 
-def _left_seconds(names: Collection[bytes]) -> tuple[float, float]:
+def _seconds_of_processors(names: Collection[bytes]) -> tuple[float, float, float, float]:
+    """Return the seconds in which they were idle, ran programs, ran those that give way, and ran anything."""
     lines = [line for line in map(bytes.split, Path("/proc/stat").read_bytes().splitlines()) if line[0] in names]
-    niced, idle, io_wait = (sum(int(line[field]) for line in lines) * _TICK_S for field in (_NICED, _IDLE, _IO_WAIT))
-    return idle + io_wait, 0.0 if os.getpriority(os.PRIO_PROCESS, 0) > 0 else niced
+    idle, user, niced, work = (
+        sum(int(line[field]) for line in lines for field in fields) * _TICK_S for fields in (_FREE, (1,), (2,), _WORK)
+    )
+    return idle, user, 0.0 if os.getpriority(os.PRIO_PROCESS, 0) > 0 else niced, work
 
 
 def _waited_seconds() -> Iterator[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
 import grpc
@@ -29,8 +29,62 @@ STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 Headers = Sequence[tuple[str, str]]
 
 
-class _GrpcTransport:
-    _library: ClassVar[Any]
+class GrpcResponses:
+    """Responses of a blocking call."""
+
+    _end_limit: ClassVar[Any] = contextlib.nullcontext
+
+    def __init__(self, call: Any, url: str) -> None:
+        self._call = call
+        self._url = url
+        self._is_cancelled = False
+
+    async def receive(self) -> list[Chunk] | None:
+        message, failure = None, ""
+        try:
+            message = await self._next()
+            if message is not None and (failure := message.error_message):
+                await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
+        except asyncio.CancelledError:
+            if not self._is_cancelled or is_cancelling():
+                raise
+        except grpc.RpcError as error:
+            if not self._is_cancelled:
+                raise from_rpc(error, self._url) from None
+        if self._is_cancelled or message is None:
+            return None
+        if failure:
+            raise from_text(failure)
+        return response_codec.decode(message.infer_response)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._call.cancel()
+
+    async def close(self) -> None:
+        """Read the call to its end; else Triton records a cancel of a finished request."""
+        with contextlib.suppress(grpc.RpcError, TimeoutError):
+            async with self._end_limit():
+                while not self._is_cancelled and await self._next() is not None:
+                    pass
+
+    async def _next(self) -> Any:
+        """Return the next message; None after the end."""
+        return next(self._call, None)
+
+
+class AsyncGrpcResponses(GrpcResponses):
+    _end_limit = staticmethod(lambda: asyncio.timeout(END_S))
+
+    def _next(self) -> Awaitable[Any]:  # type: ignore[override]
+        return anext(aiter(self._call), None)
+
+
+class GrpcTransport:
+    """Thread-safe transport, whose coroutines block instead of suspending."""
+
+    _library: ClassVar[Any] = grpc
+    _responses: ClassVar[type[GrpcResponses]] = GrpcResponses
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
         self._url = url
@@ -48,8 +102,12 @@ class _GrpcTransport:
             response_deserializer=response_codec.StreamResponse.FromString,
         )
 
-    def _call_stream(self, request: service_pb2.ModelInferRequest, timeout_s: float | None) -> Any:
-        return self._stream(request, timeout=timeout_s, metadata=(*self._headers, WITH_STATUS))
+    def open(self, ask: Ask, timeout_s: float | None = None) -> GrpcResponses:
+        return self.send(codec.encode(ask), timeout_s)
+
+    def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> GrpcResponses:
+        call = self._stream(request, timeout=timeout_s, metadata=(*self._headers, WITH_STATUS))
+        return self._responses(call, self._url)
 
     async def call(self, method: str, request: Any, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
         try:
@@ -62,96 +120,8 @@ class _GrpcTransport:
         await settled(self._channel.close())
 
 
-class GrpcTransport(_GrpcTransport):
-    """Thread-safe transport, whose coroutines block instead of suspending."""
-
-    _library = grpc
-
-    def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
-        return GrpcResponses(self._call_stream(codec.encode(ask), timeout_s), self._url)
-
-
-class GrpcResponses:
-    def __init__(self, call: Any, url: str) -> None:
-        self._call = call  # iterator of responses, with cancel()
-        self._url = url
-        self._is_cancelled = False
-
-    async def receive(self) -> list[Chunk] | None:
-        message = None
-        try:
-            message = next(self._call, None)
-        except grpc.RpcError as error:
-            if not self._is_cancelled:
-                raise from_rpc(error, self._url) from None
-        if self._is_cancelled or message is None:
-            return None
-        if message.error_message:
-            await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
-            raise from_text(message.error_message)
-        return response_codec.decode(message.infer_response)
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        self._call.cancel()
-
-    async def close(self) -> None:
-        """Read the call to its end; else Triton records a cancel of a finished request."""
-        with contextlib.suppress(grpc.RpcError):
-            while next(self._call, None) is not None:
-                pass
-
-
-class AsyncGrpcTransport(_GrpcTransport):
+class AsyncGrpcTransport(GrpcTransport):
     """Transport of one event loop."""
 
     _library = grpc.aio
-
-    def open(self, ask: Ask, timeout_s: float | None = None) -> AsyncGrpcResponses:
-        return self.send(codec.encode(ask), timeout_s)
-
-    def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
-        return AsyncGrpcResponses(self._call_stream(request, timeout_s), self._url)
-
-
-class AsyncGrpcResponses:
-    def __init__(self, call: Any, url: str) -> None:
-        self._call = call
-        self._messages = aiter(call)
-        self._url = url
-        self._is_cancelled = False
-        self._responses = self._read()
-
-    def receive(self) -> Awaitable[list[Chunk] | None]:
-        return anext(self._responses)
-
-    async def _read(self) -> AsyncGenerator[list[Chunk] | None]:
-        try:
-            async for message in self._messages:
-                if message.error_message:
-                    await self._read_end()  # as above
-                    raise from_text(message.error_message)
-                yield response_codec.decode(message.infer_response)
-        except asyncio.CancelledError:
-            if not self._is_cancelled or is_cancelling():
-                raise
-        except grpc.RpcError as error:
-            if not self._is_cancelled:
-                raise from_rpc(error, self._url) from None
-        while True:
-            yield None
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        self._call.cancel()
-
-    async def close(self) -> None:
-        if not self._is_cancelled:
-            await self._read_end()
-            await self._responses.aclose()  # or the event loop starts a task for it
-
-    async def _read_end(self) -> None:
-        with contextlib.suppress(grpc.RpcError, TimeoutError):
-            async with asyncio.timeout(END_S):
-                async for _ in self._messages:
-                    pass
+    _responses = AsyncGrpcResponses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import shutil
@@ -25,7 +26,7 @@ from support.models import tiny_whisper
 from support.models.tiny_models import MARGIN
 from support.triton.client_tensors import Array, make_inputs
 from support.triton.serving import Server, grpc_stream, sse_events, start_server, stop_without_tensors, wait_ready
-from tidewheel.audio_file import SAMPLING_RATE
+from tidewheel.audio_file import SAMPLING_RATE, read_audio
 from tidewheel.frontend.audio_windows import cut
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -33,16 +34,31 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 ENTRY = """backend: "tidewheel"
 parameters {{ key: "{}" value: {{ string_value: "{}" }} }}
 """
-TWIN = ENTRY.format("engine_of", "speech") + "model_transaction_policy { decoupled: false }\n"
+STREAMING_TWIN = ENTRY.format("engine_of", "speech")
+TWIN = STREAMING_TWIN + "model_transaction_policy { decoupled: false }\n"
 TENSORS = {
     "inputs": [["input", "FP32", ["batch", 576]], ["state", "FP32", [2, "batch", 128]], ["sr", "INT64", [1]]],
     "outputs": [["output", "FP32", ["batch", 1]], ["stateN", "FP32", [2, "batch", 128]]],
 }
 AXES = {"input": 0, "state": 1, "sr": None, "output": 0, "stateN": 1}
-DETECTOR = 'backend: "tidewheel"\n' + "".join(
-    f"parameters {{ key: {json.dumps(key)} value: {{ string_value: {json.dumps(json.dumps(value))} }} }}\n"
-    for key, value in (("adapter_options", TENSORS), ("batch_axes", AXES))
-)
+SILERO = importlib.util.find_spec("silero_vad")
+
+
+def entry(settings: dict[str, object]) -> str:
+    return 'backend: "tidewheel"\n' + "".join(
+        f"parameters {{ key: {json.dumps(key)} value: {{ string_value: {json.dumps(json.dumps(value))} }} }}\n"
+        for key, value in settings.items()
+    )
+
+
+def heard_by(detector: str, twin: str = TWIN) -> str:
+    settings = {"voice_activity": detector, "max_audio_s": "60"}.items()
+    return twin + "".join(
+        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n' for key, value in settings
+    )
+
+
+DETECTOR = entry({"adapter_options": TENSORS, "batch_axes": AXES})
 SHORT = {"max_tokens": tiny_whisper.NUM_TOKENS}
 
 
@@ -87,13 +103,17 @@ def sound(folder: Path) -> Sound:
 def served(sound: Sound, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("repository")
     settings = ENTRY.format("model", folder) + 'parameters { key: "dtype" value: { string_value: "float32" } }\n'
-    heard = TWIN + 'parameters { key: "voice_activity" value: { string_value: "detector" } }\n'
-    heard += 'parameters { key: "max_audio_s" value: { string_value: "60" } }\n'
-    entries = {"speech": settings, "speech_whole": TWIN, "speech_heard": heard, "detector": DETECTOR}
-    for name, entry in entries.items():
+    entries = {"speech": settings, "speech_whole": TWIN, "detector": DETECTOR, "speech_heard": heard_by("detector")}
+    if SILERO is not None:
+        entries |= {"silero": entry({"batch_axes": AXES}), "speech_silero": heard_by("silero", STREAMING_TWIN)}
+    for name, config in entries.items():
         (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(entry)
+        (repository / name / "config.pbtxt").write_text(config)
     torch.jit.script(Detector()).save(repository / "detector" / "1" / "model.pt")
+    if SILERO is not None:
+        shutil.copy(
+            Path(str(SILERO.origin)).parent / "data" / "silero_vad.onnx", repository / "silero" / "1" / "model.onnx"
+        )
     log = repository.parent / "speech.log"
     running = wait_ready(start_server("--model-repository", str(repository), log=log, with_gateway=True))
     yield running
@@ -220,11 +240,34 @@ def test_openai_s_client_transcribes(served: Server, sound: Sound) -> None:
             speech.create(model="speech", file=("a.wav", file))
 
 
-@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
+def spoken(text: str, path: Path) -> Array:
+    """Return samples of espeak-ng's voice, as floats at 16 kHz."""
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("espeak-ng is not installed")
+    subprocess.run(["espeak-ng", "-w", str(path), text], check=True)
+    return read_audio(path.read_bytes(), 60.0)
+
+
 def test_spoken_sentences_are_cut_between_words(served: Server, tmp_path: Path) -> None:
     path = tmp_path / "speech.wav"
     text = "The first sentence is short. Here comes a second one. And this is the third and last."
-    subprocess.run(["espeak-ng", "-w", str(path), text], check=True)
+    spoken(text, path)
     speech = openai.OpenAI(base_url=served.openai + "/v1", api_key="none").audio.transcriptions
     answer = speech.create(model="speech", file=path, response_format="verbose_json", extra_body={"max_tokens": 2})
     assert len(answer.segments) >= 3 and answer.language in ("en", "de")
+
+
+@pytest.mark.skipif(SILERO is None, reason="pip install --no-deps silero-vad")
+def test_silero_hears_nobody_in_loud_noise(served: Server, tmp_path: Path) -> None:
+    voice = spoken("Somebody speaks here for a while.", tmp_path / "voice.wav")
+    noise = 0.01 * np.random.default_rng(0).standard_normal(6 * SAMPLING_RATE).astype(np.float32)
+    file = ("a.wav", wav(np.concatenate([voice, noise, voice])))
+    speech = openai.OpenAI(base_url=served.openai + "/v1", api_key="none").audio.transcriptions
+    silent_from, silent_to = len(voice) / SAMPLING_RATE, (len(voice) + len(noise)) / SAMPLING_RATE
+
+    def num_in_noise(model: str) -> int:
+        answer = speech.create(model=model, file=file, response_format="verbose_json", language="en")
+        assert answer.segments[0].start == 0.0 and answer.segments[-1].end == pytest.approx(answer.duration)
+        return sum(silent_from < one.start and one.end < silent_to for one in answer.segments)
+
+    assert num_in_noise("speech_silero") == 0 < num_in_noise("speech")

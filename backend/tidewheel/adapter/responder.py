@@ -200,35 +200,26 @@ def _tensors(response: Response, response_format: ResponseFormat, arrays: Arrays
         arrays = _as_ensemble(arrays)
     thread_id = threading.get_ident()
     tensors = [
-        _counts(name, array.tobytes(), array.shape, array.dtype, thread_id)
+        _kept(name, array.tobytes(), array.shape, array.dtype.type, thread_id)
         if name in _COUNTS
         else pb_utils.Tensor(name, array)
         for name, array in arrays.items()
     ]
     if response_format.finish_reason:
-        tensors.append(_finish_reasons(response, is_batched=response_format.is_trtllm))
+        shape = (1, len(response)) if response_format.is_trtllm else (len(response),)
+        reasons = tuple([(chunk.finish_reason or "None").encode() for chunk in response])
+        tensors.append(_kept("finish_reason", reasons, shape, np.object_, thread_id))
     return tensors
 
 
-def _finish_reasons(response: Response, *, is_batched: bool) -> Any:
-    shape = (1, len(response)) if is_batched else (len(response),)
-    if any(chunk.finish_reason is not None for chunk in response):
-        reasons = _encoded([chunk.finish_reason or "None" for chunk in response])
-        return pb_utils.Tensor("finish_reason", reasons.reshape(shape))
-    return _unfinished(shape, threading.get_ident())
-
-
-@functools.lru_cache
-def _unfinished(shape: tuple[int, ...], thread_id: int) -> Any:
-    """Return a thread's tensor for unfinished sequences: two threads must not send a new tensor at once."""
-    del thread_id
-    return pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
-
-
 @functools.lru_cache(maxsize=1024)
-def _counts(name: str, values: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], thread_id: int) -> Any:
+def _kept(
+    name: str, values: bytes | tuple[bytes, ...], shape: tuple[int, ...], kind: type[np.generic], thread_id: int
+) -> Any:
+    """Return a thread's tensor of few values: two threads must not send a new tensor at once."""
     del thread_id
-    return pb_utils.Tensor(name, np.frombuffer(bytearray(values), dtype).reshape(shape))
+    array = np.frombuffer(bytearray(values), kind) if isinstance(values, bytes) else np.array(values, kind)
+    return pb_utils.Tensor(name, array.reshape(shape))
 
 
 def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:

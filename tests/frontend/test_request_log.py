@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from support.frontend.ended_requests import MS, TRACE, ended
+from support.frontend.ended_requests import MS, TRACE, ended, refused
 from support.triton.serving import wait_for
 from tidewheel.errors import ConfigError
 from tidewheel.frontend import ended_requests
-from tidewheel.frontend.ended_requests import EventQueue, RequestLog, Stages, wall_offset_ns
+from tidewheel.frontend.ended_requests import EventQueue, RequestLog, wall_offset_ns
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -28,9 +28,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_line_has_times_counts_and_labels(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     log = RequestLog(str(path), "demo")
-    log.write(
-        [ended(), ended("q", finish_reason=None, tag="TW-KV-FULL", priority=None, stages=Stages(1, end_ns=MS + 1))]
-    )
+    log.write([ended(), refused("q", 1, MS + 1, priority=None)])
     first, second = lines(path)
     moment = datetime.fromisoformat(first.pop("time"))
     assert abs(moment.timestamp() - (1100 * MS + wall_offset_ns()) * 1e-9) < 1 and moment.tzinfo == UTC

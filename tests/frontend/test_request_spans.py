@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from support.frontend.ended_requests import MS, PARENT, TRACE, ended
+from support.frontend.ended_requests import MS, PARENT, TRACE, ended, refused
 from support.triton.otlp_collector import attributes, collecting
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.ended_requests import Stages, wall_offset_ns
+from tidewheel.frontend.ended_requests import wall_offset_ns
 
 
 @pytest.fixture
@@ -52,8 +52,7 @@ def test_a_request_is_a_span_with_its_stages(make_spans: Callable[..., Any]) -> 
 def test_an_error_has_its_tag_and_only_the_stages_that_were(make_spans: Callable[..., Any]) -> None:
     with collecting() as collector:
         spans = make_spans(collector.url, "demo")
-        refused = Stages(1000 * MS, end_ns=1001 * MS)
-        spans.write([ended(finish_reason=None, tag="TW-KV-FULL", traceparent="", stages=refused)])
+        spans.write([refused("r", 1000 * MS, 1001 * MS, traceparent="")])
         spans.close()
         (root,) = collector.roots()
     assert (root.status.code, root.status.message, root.parent_span_id) == (2, "TW-KV-FULL", b"")

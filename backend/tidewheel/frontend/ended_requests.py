@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -26,19 +25,10 @@ _MAX_ID_CHARS = 256
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 _WARN_S = 10.0
 _NS_PER_MS = 1e6
+_NOT_LOGGED = ("arrival_ns", "end_ns", "scheduled_ns", "first_token_ns", "last_token_ns", "traceparent")
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
-
-
-class Stages(NamedTuple):
-    """Monotonic times (ns) at which a request entered each stage; 0: never, or unknown."""
-
-    arrival_ns: int
-    scheduled_ns: int = 0
-    first_token_ns: int = 0
-    last_token_ns: int = 0
-    end_ns: int = 0
 
 
 def milliseconds(begin_ns: int, end_ns: int) -> float | None:
@@ -47,10 +37,17 @@ def milliseconds(begin_ns: int, end_ns: int) -> float | None:
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """Figures and labels of an ended request, named as in the log, without prompt and output."""
+    """Figures and labels of an ended request, named as in the log, without prompt and output.
+
+    Times are monotonic ns, of the first sequence to begin and the last to end; 0: never, or unknown.
+    """
 
     request_id: str
-    stages: Stages
+    arrival_ns: int
+    end_ns: int
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
     task: AnyTask = "generate"
     stream: bool = False
     priority: str | None = None  # granted class
@@ -79,13 +76,11 @@ class EndedRequest(msgspec.Struct, frozen=True):
         reason = response[0].finish_reason if response else None
         return cls(
             request_id=request.asked.request_id,
-            stages=Stages(  # of the first sequence to begin and the last to end
-                request.arrival_ns,
-                scheduled_ns=_least(one.first_scheduled_ns for one in stats),
-                first_token_ns=_least(one.first_token_ns for one in stats) or request.first_output_ns,
-                last_token_ns=max((one.last_token_ns for one in stats), default=0),
-                end_ns=end_ns,
-            ),
+            arrival_ns=request.arrival_ns,
+            end_ns=end_ns,
+            scheduled_ns=_least(one.first_scheduled_ns for one in stats),
+            first_token_ns=_least(one.first_token_ns for one in stats) or request.first_output_ns,
+            last_token_ns=max((one.last_token_ns for one in stats), default=0),
             task=request.asked.task,
             stream=request.asked.stream,
             priority=Priority(priority).name if priority else None,
@@ -111,19 +106,18 @@ def _least(moments: Iterable[int]) -> int:
 
 
 def _line(model: str, ended: EndedRequest, wall_ns: int) -> dict[str, object]:
-    stages, fields = ended.stages, msgspec.structs.asdict(ended)
-    del fields["stages"], fields["traceparent"]
-    moment = datetime.fromtimestamp((stages.end_ns + wall_ns) * 1e-9, UTC)
+    fields = {name: value for name, value in msgspec.structs.asdict(ended).items() if name not in _NOT_LOGGED}
+    moment = datetime.fromtimestamp((ended.end_ns + wall_ns) * 1e-9, UTC)
     return {
         "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "model": model,
         **fields,
         "request_id": ended.request_id[:_MAX_ID_CHARS],
-        "queue_ms": milliseconds(stages.arrival_ns, stages.scheduled_ns),
-        "prefill_ms": milliseconds(stages.scheduled_ns, stages.first_token_ns),
-        "first_token_ms": milliseconds(stages.arrival_ns, stages.first_token_ns),
-        "decode_ms": milliseconds(stages.first_token_ns, stages.last_token_ns),
-        "total_ms": milliseconds(stages.arrival_ns, stages.end_ns),
+        "queue_ms": milliseconds(ended.arrival_ns, ended.scheduled_ns),
+        "prefill_ms": milliseconds(ended.scheduled_ns, ended.first_token_ns),
+        "first_token_ms": milliseconds(ended.arrival_ns, ended.first_token_ns),
+        "decode_ms": milliseconds(ended.first_token_ns, ended.last_token_ns),
+        "total_ms": milliseconds(ended.arrival_ns, ended.end_ns),
         "trace_id": trace_id(ended.traceparent) or None,
     }
 

@@ -22,7 +22,7 @@ from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import Delta, EngineInfo, Room
 from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.admission_gate import AdmissionGate, PromptQueue
-from tidewheel.frontend.ended_requests import EndedRequest, Stages
+from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.live_request import Ending, LiveRequest, TokenColumns
 from tidewheel.frontend.output import OutputChunk, Response, Sink, is_last
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
@@ -113,7 +113,7 @@ class Frontend:
         self._recorder.failed(error, had_output=False)
         sink.fail(error)
         if self._on_ended is not None:
-            self._on_ended(EndedRequest(request_id, Stages(arrival_ns, end_ns=time.monotonic_ns()), tag=error.tag))
+            self._on_ended(EndedRequest(request_id, arrival_ns, time.monotonic_ns(), tag=error.tag))
 
     def wait_for_room(self) -> None:
         self._gate.wait()

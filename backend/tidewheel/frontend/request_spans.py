@@ -64,13 +64,13 @@ class RequestSpans:
     def _make(self, ended: EndedRequest, wall_ns: int) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        stages, attributes = ended.stages, attributes_of(ended, self._model)
+        attributes = attributes_of(ended, self._model)
         root = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {self._model}",
             context=self._propagator.extract({"traceparent": ended.traceparent}),
             kind=SpanKind.SERVER,
             attributes=attributes,
-            start_time=stages.arrival_ns + wall_ns,
+            start_time=ended.arrival_ns + wall_ns,
         )
         if ended.tag:
             root.set_status(Status(StatusCode.ERROR, ended.tag))
@@ -79,17 +79,16 @@ class RequestSpans:
                 name, context=set_span_in_context(root), start_time=begin_ns + wall_ns
             )
             span.end(end_ns + wall_ns)
-        root.end(stages.end_ns + wall_ns)
+        root.end(ended.end_ns + wall_ns)
 
 
 def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
     """Return (name, begin, end) of known stages, in monotonic ns."""
-    stages = ended.stages
     moments = (
-        ("queue", stages.arrival_ns, stages.scheduled_ns),
-        ("prefill", stages.scheduled_ns, stages.first_token_ns),
-        ("decode", stages.first_token_ns, stages.last_token_ns),
-        ("send", stages.last_token_ns, stages.end_ns),
+        ("queue", ended.arrival_ns, ended.scheduled_ns),
+        ("prefill", ended.scheduled_ns, ended.first_token_ns),
+        ("decode", ended.first_token_ns, ended.last_token_ns),
+        ("send", ended.last_token_ns, ended.end_ns),
     )
     return [(name, begin, max(begin, end)) for name, begin, end in moments if begin and end]
 

@@ -21,7 +21,8 @@ from tidewheel.engine.requests import to_requests
 from tidewheel.errors import DeadlineExceeded, InvalidRequest, ModelFailed, NumericError, TidewheelError
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.output import Response
-from tidewheel.frontend.tensor_reader import PreviewOutputs, TensorReader, TensorRequest, encode_png
+from tidewheel.frontend.request_parameters import GenerateRequest
+from tidewheel.frontend.tensor_reader import PreviewOutputs, TensorReader, encode_png
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.iterative import IterativeRunner
 from tidewheel.one_shot.shared_tensors import PackedTensors
@@ -90,7 +91,7 @@ class Engine:
     def message(self, label: int, *, stream: bool = True, **parameters: object) -> AddRequest:
         source = ParameterSource(origin="request parameter", values=parameters)
         inputs = PackedTensors.of({"label": np.array([label], np.int32)})
-        asked = TensorRequest(inputs=inputs, parameters=(source,), stream=stream)
+        asked = GenerateRequest(task="infer", inputs=inputs, parameters=(source,), stream=stream)
         prepared = self.reader.read(7, asked, int(self.now * 1e9) + 1)
         assert prepared.message is not None and isinstance(prepared.outputs, PreviewOutputs)
         self.prepared = prepared.outputs

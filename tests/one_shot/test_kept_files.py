@@ -14,8 +14,9 @@ from support.frontend.front_ends import delta, error_info, stats
 from tidewheel.errors import EngineDead
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.tensor_reader import TensorReader, TensorRequest
+from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.one_shot.shared_tensors import INLINE_BYTES, PackedTensors, kept_files
 from tidewheel.one_shot.signature import Signature, TensorSpec
 
@@ -59,7 +60,7 @@ def test_memory_is_used_again_once_the_engine_has_ended_the_request(
 ) -> None:
     engine, served = front_end
     sink, inputs = RecordingSink(), PackedTensors.of(X, keeps=True)
-    served.submit(TensorRequest(inputs=inputs), sink)
+    served.submit(GenerateRequest(task="infer", inputs=inputs), sink)
     (key,) = engine.wait_added(1)
     end(served, key, sink)
     sink.wait_end()
@@ -71,6 +72,6 @@ def test_memory_of_a_request_that_never_reached_the_engine_is_given_up(
     front_end: tuple[FakeEngine, Frontend], shared_folder: Path
 ) -> None:
     sink = RecordingSink()
-    front_end[1].submit(TensorRequest(inputs=PackedTensors.of({"z": X["x"]}, keeps=True)), sink)
+    front_end[1].submit(GenerateRequest(task="infer", inputs=PackedTensors.of({"z": X["x"]}, keeps=True)), sink)
     sink.wait_end()
     assert sink.error is not None and not list(shared_folder.iterdir())

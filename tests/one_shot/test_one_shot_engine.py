@@ -21,7 +21,8 @@ from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import DeadlineExceeded, InvalidRequest, ModelFailed, TidewheelError
 from tidewheel.frontend.coercion import ParameterSource
-from tidewheel.frontend.tensor_reader import TensorOutputs, TensorReader, TensorRequest
+from tidewheel.frontend.request_parameters import GenerateRequest
+from tidewheel.frontend.tensor_reader import TensorOutputs, TensorReader
 from tidewheel.one_shot import runner as runner_module
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.runner import OneShotRunner
@@ -67,7 +68,7 @@ class Engine:
 
     def message(self, x: np.ndarray, **parameters: object) -> AddRequest:
         source = ParameterSource(origin="request parameter", values=parameters)
-        asked = TensorRequest(inputs=PackedTensors.of({"x": x}), parameters=(source,))
+        asked = GenerateRequest(task="infer", inputs=PackedTensors.of({"x": x}), parameters=(source,))
         message = self.reader.read(7, asked, int(self.now * 1e9) + 1).message
         assert message is not None
         return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest)

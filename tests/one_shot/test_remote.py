@@ -30,7 +30,8 @@ from tidewheel.engine.messages import (
 from tidewheel.engine.server import EngineServer
 from tidewheel.errors import Busy, ConfigError, ModelFailed
 from tidewheel.frontend.coercion import ParameterSource
-from tidewheel.frontend.tensor_reader import TensorReader, TensorRequest
+from tidewheel.frontend.request_parameters import GenerateRequest
+from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.one_shot.adapters import load_adapter, with_kind
 from tidewheel.one_shot.remote import RemoteRunner
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
@@ -75,7 +76,7 @@ class MadeUp:
         inputs = PackedTensors([PackedTensor("x", "FP32", (items, size), 0)])
         source = ParameterSource(origin="request parameter", values=parameters)
         message = self.reader.read(
-            key, TensorRequest(inputs=inputs, parameters=(source,)), int(1e9 * self.now)
+            key, GenerateRequest(task="infer", inputs=inputs, parameters=(source,)), int(1e9 * self.now)
         ).message
         assert message is not None
         return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest)

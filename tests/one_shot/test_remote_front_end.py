@@ -16,8 +16,9 @@ from support.frontend.front_ends import delta, error_info, stats
 from tidewheel.errors import EngineDead, TidewheelError
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.tensor_reader import TensorReader, TensorRequest
+from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
 from tidewheel.one_shot.signature import Signature, TensorSpec
 
@@ -56,7 +57,7 @@ class Harness:
     def submit(self) -> tuple[int, Call, RecordingSink]:
         call, sink = Call(), RecordingSink()
         inputs = PackedTensors([PackedTensor("x", "FP32", (3, 2), 0)])
-        self.frontend.submit(TensorRequest(inputs=inputs, call=call), sink)
+        self.frontend.submit(GenerateRequest(task="infer", inputs=inputs, call=call), sink)
         return self.engine.wait_added(next(self._counts))[-1], call, sink
 
 

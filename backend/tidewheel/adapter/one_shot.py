@@ -15,8 +15,8 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, PromptTooLarge
 from tidewheel.frontend.coercion import ParameterSource
+from tidewheel.frontend.request_parameters import GenerateRequest, RemoteCall
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.tensor_reader import RemoteCall, TensorRequest
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
 from tidewheel.one_shot.signature import Signature, dtype_name
@@ -130,7 +130,7 @@ def read_tensors(
     call: RemoteCall | None = None,
     *,
     stream: bool = False,
-) -> TensorRequest:
+) -> GenerateRequest:
     """Copy a Triton request's tensors, unless `call` has them. Raise `PromptTooLarge`, before the copy, or `Busy`."""
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     size = sum(array.nbytes if array.dtype.kind != "O" else sum(map(len, array.flat)) for array in arrays.values())
@@ -138,7 +138,8 @@ def read_tensors(
         raise PromptTooLarge(f"the inputs have {size} bytes: at most {max_input_mb * MIB} are allowed (max_input_mb)")
     parameters = request_parameters(request)
     shapes = [PackedTensor(name, dtype_name(array), array.shape, 0) for name, array in arrays.items()]
-    return TensorRequest(
+    return GenerateRequest(
+        task="infer",
         request_id=request.request_id(),
         inputs=PackedTensors.of(arrays, keeps=True) if call is None else PackedTensors(shapes),
         call=call,

@@ -29,7 +29,6 @@ from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.request_reader import Reader
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.tensor_reader import TensorRequest
 from tidewheel.frontend.threads import ASKING_SHARE, SHORT_ASKING_SHARE, ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
@@ -229,7 +228,7 @@ class Frontend:
     def on_run(self, keys: list[int]) -> None:
         for key in keys:
             request = self._live.get(key)
-            if request is not None and isinstance(request.asked, TensorRequest) and request.asked.call is not None:
+            if request is not None and request.asked.call is not None:
                 request.asked.call.start(functools.partial(self._engine.report, key))
             else:
                 self._engine.report(key)  # answered meanwhile
@@ -372,10 +371,8 @@ class Frontend:
 def _discard(request: LiveRequest) -> None:
     """Give up the memory of a request's tensors."""
     asked, message = request.asked, request.prepared.message
-    inputs = None if message is None else message.inputs
-    if isinstance(asked, TensorRequest):
-        inputs = asked.inputs
-        if asked.call is not None:
-            asked.call.discard()
+    if asked.call is not None:
+        asked.call.discard()
+    inputs = message.inputs if message is not None else asked.inputs
     if inputs is not None:
         inputs.discard(is_unused=request.has_left_engine)

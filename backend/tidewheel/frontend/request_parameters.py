@@ -5,18 +5,20 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.config import setting_names
-from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import INPUT_TENSOR, Coercion, ParameterSource, show
 from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, find_grammar
 from tidewheel.frontend.output import Generation
 from tidewheel.grammar import Grammar
+from tidewheel.one_shot.shared_tensors import PackedTensors
+from tidewheel.one_shot.signature import Arrays
 from tidewheel.parameters import Parameter, ParameterField, fields_of
 from tidewheel.request_options import PromptOptions, RequestOptions, to_priority
 from tidewheel.sampling import SamplingParams
@@ -37,6 +39,14 @@ _OF_TASK: Mapping[AnyTask, frozenset[str]] = {
 }  # fmt: skip
 
 
+class RemoteCall(Protocol):
+    outputs: Arrays | None  # set before `done`, if the call succeeds
+
+    def start(self, done: Callable[[TidewheelError | None], None]) -> None: ...  # `done` is called on any thread
+
+    def discard(self) -> None: ...  # frees the tensors of a request that is answered
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     request_id: str = ""
@@ -47,6 +57,8 @@ class GenerateRequest:
     audio: Float32Array | None = None  # [num_samples] at 16 kHz
     audio_file: bytes | None = None
     given: Generation | None = None  # window of audio, which is read already
+    inputs: PackedTensors | None = None  # of a one-shot model; with `call`, without data
+    call: RemoteCall | None = None  # of another model with the request's tensors, when the engine says so
     parameters: tuple[ParameterSource, ...] = ()
     stream: bool = False
     echo: bool = False  # prompt before the text (not when streaming)

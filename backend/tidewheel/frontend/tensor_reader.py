@@ -4,48 +4,30 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, EngineInfo, RequestStats
-from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest, TidewheelError
+from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from tidewheel.frontend.coercion import ParameterSource, show
 from tidewheel.frontend.output import OutputChunk, Outputs, Response
 from tidewheel.frontend.request_parameters import (
     ALIASES,
     COERCIONS,
     COERCIONS_BY_KIND,
-    AnyTask,
     GenerateRequest,
+    RemoteCall,
     parse_parameters,
 )
 from tidewheel.frontend.request_reader import PreparedRequest
-from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import Array, Arrays
 from tidewheel.one_shot.step_options import StepOptions
 from tidewheel.parameters import fields_of
 from tidewheel.request import FinishReason
 from tidewheel.sampling import SamplingParams
-
-
-class RemoteCall(Protocol):
-    outputs: Arrays | None  # set before `done`, if the call succeeds
-
-    def start(self, done: Callable[[TidewheelError | None], None]) -> None: ...  # `done` is called on any thread
-
-    def discard(self) -> None: ...  # frees the tensors of a request that is answered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRequest(GenerateRequest):
-    task: AnyTask = "infer"
-    inputs: PackedTensors  # with `call`, without data
-    call: RemoteCall | None = None  # of another model with the request's tensors, when the engine says so
-
 
 _ONE_STEP = SamplingParams(max_tokens=1)
 _STEP_COERCIONS = {name: COERCIONS_BY_KIND[field.kind] for name, field in fields_of(StepOptions).items()}
@@ -62,7 +44,7 @@ class TensorReader:
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
         """Return a client request ready to send. Raise `InvalidRequest`."""
         signature = self._info.signature
-        if signature is None or not isinstance(request, TensorRequest):
+        if signature is None or request.inputs is None:
             raise InvalidRequest("a one-shot model takes tensors")
         offer, (step_options, sources) = self._info.offer, (None, request.parameters)
         if offer is not None:

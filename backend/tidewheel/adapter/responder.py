@@ -200,7 +200,7 @@ def _tensors(response: Response, response_format: ResponseFormat, arrays: Arrays
         arrays = _as_ensemble(arrays)
     thread_id = threading.get_ident()
     tensors = [
-        _kept(name, array.tobytes(), array.shape, array.dtype.type, thread_id)
+        _kept(name, array.tobytes(), array.shape, array.dtype.char, thread_id)
         if name in _COUNTS
         else pb_utils.Tensor(name, array)
         for name, array in arrays.items()
@@ -208,17 +208,15 @@ def _tensors(response: Response, response_format: ResponseFormat, arrays: Arrays
     if response_format.finish_reason:
         shape = (1, len(response)) if response_format.is_trtllm else (len(response),)
         reasons = tuple([(chunk.finish_reason or "None").encode() for chunk in response])
-        tensors.append(_kept("finish_reason", reasons, shape, np.object_, thread_id))
+        tensors.append(_kept("finish_reason", reasons, shape, "O", thread_id))
     return tensors
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept(
-    name: str, values: bytes | tuple[bytes, ...], shape: tuple[int, ...], kind: type[np.generic], thread_id: int
-) -> Any:
+def _kept(name: str, values: bytes | tuple[bytes, ...], shape: tuple[int, ...], dtype: str, thread_id: int) -> Any:
     """Return a thread's tensor of few values: two threads must not send a new tensor at once."""
     del thread_id
-    array = np.frombuffer(bytearray(values), kind) if isinstance(values, bytes) else np.array(values, kind)
+    array = np.frombuffer(bytearray(values), dtype) if isinstance(values, bytes) else np.array(values, dtype)
     return pb_utils.Tensor(name, array.reshape(shape))
 
 

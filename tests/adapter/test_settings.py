@@ -47,7 +47,7 @@ def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
     assert settings.engine.max_num_seqs == 8
     assert settings.owner == settings.entry
     assert settings.entry.folder.parent == tmp_path
-    assert settings.entry.labels == {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
+    assert settings.labels(settings.entry) == {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
     assert settings.frontend.num_sender_threads == 4
 
 

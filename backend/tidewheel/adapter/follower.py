@@ -37,7 +37,7 @@ class RequestEvents:
 
     def __init__(self, settings: ModelSettings) -> None:
         """Open the outputs of the settings. Raise `ConfigError` if one cannot be opened."""
-        model, frontend = settings.entry.labels["model_name"], settings.frontend
+        model, frontend = settings.labels(settings.entry)["model_name"], settings.frontend
         targets = ((RequestLog, frontend.request_log), (RequestSpans, frontend.otlp_traces_endpoint))
         self._sinks = [sink(target, model) for sink, target in targets if target]
         self._queues = [EventQueue(sink.name, sink.write) for sink in self._sinks]
@@ -89,8 +89,8 @@ class EngineFrontend:
         self.client.close()
 
     def _publish_metrics(self, settings: ModelSettings, info: EngineInfo) -> MetricsPublisher:
-        requests = request_metrics(settings.entry.labels, self.frontend.stats())
-        self._engine_metrics = engine = EngineMetrics(info, settings.owner.labels)
+        requests = request_metrics(settings.labels(settings.entry), self.frontend.stats())
+        self._engine_metrics = engine = EngineMetrics(info, settings.labels(settings.owner))
 
         def publish() -> bool:
             has_time, is_owner = self.frontend.is_idle, self.client.is_owner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,7 @@ class ModelEntry:
     decoupled: bool = True
     has_native_queue: bool = False  # Triton's queue sets the order
     max_batch_size: int = 0
-    model_label: str = ""  # of metrics; empty: name
     config: Mapping[str, Any] = field(default_factory=dict)  # `config.pbtxt`, as JSON
-
-    @property
-    def labels(self) -> dict[str, str]:
-        label = self.model_label or self.name
-        return {"model_name": label, "engine": "0", "model": self.name, "version": self.version}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +45,11 @@ class ModelSettings:
     frontend: FrontendSettings
     entry: ModelEntry
     owner: ModelEntry  # of the engine
+
+    def labels(self, entry: ModelEntry) -> dict[str, str]:
+        """Return the labels of an entry's metrics."""
+        model_name = self.engine.served_model_name or entry.name
+        return {"model_name": model_name, "engine": "0", "model": entry.name, "version": entry.version}
 
 
 def real_entry(folder: Path) -> Path:
@@ -101,13 +100,7 @@ def resolve_settings(entry: ModelEntry) -> ModelSettings:
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(coerce_setting("engine_of", engine_of, str)))
-    engine = _engine_config(settings, owner)
-    return ModelSettings(
-        engine=engine,
-        frontend=frontend,
-        entry=replace(entry, model_label=engine.served_model_name),
-        owner=replace(owner, model_label=engine.served_model_name),
-    )
+    return ModelSettings(engine=_engine_config(settings, owner), frontend=frontend, entry=entry, owner=owner)
 
 
 def _read(entry: ModelEntry) -> dict[str, object]:

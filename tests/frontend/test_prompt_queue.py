@@ -39,13 +39,12 @@ class Queue:
         **parameters: object,
     ) -> int:
         self.num_put += 1
-        now = self.now_ns
         source = ParameterSource(origin="sampling_parameters", values=parameters)
-        asked = GenerateRequest(text="x" * num_bytes, parameters=(source,))
+        asked = GenerateRequest(text="x" * num_bytes, parameters=(source,), arrival_ns=self.now_ns)
         urgency = RequestOptions(
             priority=Priority(priority), deadline_ms=1e3 * deadline_s or None, soft_deadline_ms=1e3 * soft_s or None
         )
-        self.queue.put(LiveRequest(self.num_put, asked, RecordingSink(), arrival_ns=now, urgency=urgency))
+        self.queue.put(LiveRequest(self.num_put, asked, RecordingSink(), urgency=urgency))
         return self.num_put
 
     def take(self, *, done: bool = True) -> LiveRequest:
@@ -146,8 +145,8 @@ def test_urgency_is_what_the_engine_will_be_told() -> None:
     assert urgency() == RequestOptions()
     given = urgency(priority="1", deadline_ms=2, soft_deadline_ms=1)
     assert (given.priority, given.deadline_ns(5), given.soft_deadline_ns(5)) == (CRITICAL, 2_000_005, 1_000_005)
-    asked = GenerateRequest(text="x", timeout_us=7)
-    assert LiveRequest(1, asked, RecordingSink(), arrival_ns=5, urgency=given).expires_ns == 7_005
+    asked = GenerateRequest(text="x", timeout_us=7, arrival_ns=5)
+    assert LiveRequest(1, asked, RecordingSink(), urgency=given).expires_ns == 7_005
 
 
 def test_a_tenant_has_no_better_place_than_it_may_ask_for() -> None:
@@ -179,13 +178,13 @@ class Blocked:
         self._prepare = self.harness.frontend._reader.read
         self.harness.frontend._reader.read = self.prepare  # type: ignore[method-assign, assignment]
 
-    def prepare(self, key: int, request: GenerateRequest, arrival_ns: int) -> object:
+    def prepare(self, key: int, request: GenerateRequest) -> object:
         text = str(request.text)
         self.prepared.append(text[:8].strip())
         if text.startswith("slow"):
             self._in_work.release()
             assert self._go_on.acquire(timeout=TIMEOUT_S)
-        return self._prepare(key, request, arrival_ns)
+        return self._prepare(key, request)
 
     def go_on(self, count: int = 1) -> None:
         self._go_on.release(count)

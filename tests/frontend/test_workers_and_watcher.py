@@ -61,7 +61,7 @@ def opened() -> Iterator[list[Watched]]:
 
 
 def make_request(sink: RecordingSink, key: int = 1, text: str = "x") -> LiveRequest:
-    return LiveRequest(key, GenerateRequest(text=text), sink, 1, RequestOptions())
+    return LiveRequest(key, GenerateRequest(text=text, arrival_ns=1), sink, RequestOptions())
 
 
 def test_a_round_stops_when_its_time_is_up_and_the_next_goes_on(opened: list[Watched]) -> None:

@@ -91,8 +91,10 @@ class Engine:
     def message(self, label: int, *, stream: bool = True, **parameters: object) -> AddRequest:
         source = ParameterSource(origin="request parameter", values=parameters)
         inputs = PackedTensors.of({"label": np.array([label], np.int32)})
-        asked = GenerateRequest(task="infer", inputs=inputs, parameters=(source,), stream=stream)
-        prepared = self.reader.read(7, asked, int(self.now * 1e9) + 1)
+        asked = GenerateRequest(
+            task="infer", inputs=inputs, parameters=(source,), stream=stream, arrival_ns=int(self.now * 1e9) + 1
+        )
+        prepared = self.reader.read(7, asked)
         assert prepared.message is not None and isinstance(prepared.outputs, PreviewOutputs)
         self.prepared = prepared.outputs
         return msgspec.msgpack.decode(msgspec.msgpack.encode(prepared.message), type=AddRequest)

@@ -68,8 +68,9 @@ class Engine:
 
     def message(self, x: np.ndarray, **parameters: object) -> AddRequest:
         source = ParameterSource(origin="request parameter", values=parameters)
-        asked = GenerateRequest(task="infer", inputs=PackedTensors.of({"x": x}), parameters=(source,))
-        message = self.reader.read(7, asked, int(self.now * 1e9) + 1).message
+        inputs, arrival_ns = PackedTensors.of({"x": x}), int(self.now * 1e9) + 1
+        asked = GenerateRequest(task="infer", inputs=inputs, parameters=(source,), arrival_ns=arrival_ns)
+        message = self.reader.read(7, asked).message
         assert message is not None
         return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest)
 
@@ -251,6 +252,6 @@ def test_a_recording_replays_with_its_buckets(make: Callable[..., Engine], tmp_p
 
 @pytest.mark.parametrize(("reason", "tag"), [("deadline", "TW-DEADLINE"), ("cancelled", "TW-CANCELLED")])
 def test_an_end_without_outputs_is_an_error(reason: str, tag: str) -> None:
-    outputs = TensorOutputs(1, 0)
+    outputs = TensorOutputs(1)
     outputs.end(reason)
     assert outputs.error is not None and outputs.error.tag == tag

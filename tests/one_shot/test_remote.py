@@ -75,9 +75,9 @@ class MadeUp:
     def message(self, key: int, items: int = 1, size: int = 2, **parameters: object) -> AddRequest:
         inputs = PackedTensors([PackedTensor("x", "FP32", (items, size), 0)])
         source = ParameterSource(origin="request parameter", values=parameters)
-        message = self.reader.read(
-            key, GenerateRequest(task="infer", inputs=inputs, parameters=(source,)), int(1e9 * self.now)
-        ).message
+        arrival_ns = int(1e9 * self.now)
+        asked = GenerateRequest(task="infer", inputs=inputs, parameters=(source,), arrival_ns=arrival_ns)
+        message = self.reader.read(key, asked).message
         assert message is not None
         return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest)
 

@@ -90,9 +90,8 @@ class Frontend:
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Return at once. Errors go to the sink."""
-        arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, self._tenants)
-        live = LiveRequest(self._columns.open(), request, sink, arrival_ns, urgency)
+        live = LiveRequest(self._columns.open(), request, sink, urgency)
         self._recorder.received()
         with self._lock:
             refusal = self._closed_by or self._drained_by or self._prompts.refusal(request.prompt_bytes)
@@ -143,7 +142,7 @@ class Frontend:
     def _prepare(self, request: LiveRequest) -> None:
         try:
             if not request.is_over:
-                prepared = self._reader.read(request.key, request.asked, request.arrival_ns)
+                prepared = self._reader.read(request.key, request.asked)
                 request.attach(prepared, self.submit)
                 if prepared.message is None:
                     self._end(request, Ending(FinishReason.STOP))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import force_setattr
 
 from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array
 from tidewheel.engine.messages import WHOLE_REQUEST, Delta
@@ -44,15 +45,13 @@ class Ending(NamedTuple):
 class LiveRequest:
     """Request that a front end's threads share. A sender's *turn*, one at a time, sends all new output at once."""
 
-    def __init__(
-        self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int, urgency: RequestOptions
-    ) -> None:
+    def __init__(self, key: int, asked: GenerateRequest, sink: Sink, urgency: RequestOptions) -> None:
         self.key = key
         self.asked = asked
         self.sink = sink
-        self.arrival_ns = arrival_ns
+        self.arrival_ns = asked.arrival_ns
         self.urgency = urgency
-        self.deadline_ns = urgency.deadline_ns(arrival_ns, asked.timeout_us)
+        self.deadline_ns = urgency.deadline_ns(asked.arrival_ns, asked.timeout_us)
         self.expires_ns = self.deadline_ns  # when the watcher ends it; 0: never
         self.is_known_to_engine = False  # which watches its deadline
         self.was_accepted = False  # has tokens, or ended without refusal
@@ -117,6 +116,8 @@ class LiveRequest:
     def receive(self, delta: Delta) -> bool:
         """Take new output of the engine. Return whether to queue the request for a sender."""
         with self._lock:
+            if delta.stats is not None:
+                force_setattr(delta.stats, "arrival_ns", self.arrival_ns)
             is_first = bool(delta.token_ids) and not self.has_output
             self.has_output = self.has_output or is_first
             self.was_accepted = self.was_accepted or delta.stats is not None or is_first

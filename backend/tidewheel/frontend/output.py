@@ -239,11 +239,10 @@ class Outputs:
 
     error: TidewheelError | None = None  # after `end`: there is no part to send
 
-    def __init__(self, tokenizer: Tokenizer | None, given: Generation, arrival_ns: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, given: Generation) -> None:
         self.num_input_tokens = len(given.prompt_ids)
         self._tokenizer = tokenizer
         self._given = given
-        self._arrival_ns = arrival_ns
         self._streams: list[OutputStream] = []
         self._stats: dict[int, RequestStats] = {}  # by index, from the engine
 
@@ -279,7 +278,7 @@ class Outputs:
 
     def _push(self, delta: Delta) -> bool:
         if delta.stats is not None:
-            self._stats[delta.index] = msgspec.structs.replace(delta.stats, arrival_ns=self._arrival_ns)
+            self._stats[delta.index] = delta.stats
         if delta.error is not None and not delta.token_ids:
             return False
         stream = self._opened()[delta.index]

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import math
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -62,7 +63,7 @@ class GenerateRequest:
     parameters: tuple[ParameterSource, ...] = ()
     stream: bool = False
     echo: bool = False  # prompt before the text (not when streaming)
-    arrival_ns: int = 0  # monotonic
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
     traceparent: str = ""  # W3C's
     timeout_us: int = 0  # from the arrival, by Triton or the entry; 0: none
 

@@ -54,7 +54,7 @@ class Reader(Protocol):
 
     max_prompt_bytes: int
 
-    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest: ...
+    def read(self, key: int, request: GenerateRequest) -> PreparedRequest: ...
 
     def close(self) -> None: ...
 
@@ -110,7 +110,7 @@ class MessageMaker:
         check_request(message, self._info, prompt_name=given.prompt_name)
         if audio is not None:
             message = msgspec.structs.replace(message, inputs=PackedTensors.of({"audio": audio}))
-        return message, Outputs(self._tokenizer, given, arrival_ns)
+        return message, Outputs(self._tokenizer, given)
 
     def _end_token_ids(self, stop_token_ids: Iterable[int]) -> tuple[int, ...]:
         special = frozenset() if self._tokenizer is None else self._tokenizer.special_ids
@@ -158,11 +158,11 @@ class RequestReader(MessageMaker):
     def close(self) -> None:
         self._encoder.close()
 
-    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
+    def read(self, key: int, request: GenerateRequest) -> PreparedRequest:
         """Prepare a client's request. Raise `InvalidRequest` or `Unsupported`."""
         rules, given = self.speech, request.given
         if given is not None:
-            prepared = self.prepare(key, given, arrival_ns, request.timeout_us)
+            prepared = self.prepare(key, given, request.arrival_ns, request.timeout_us)
             return PreparedRequest(*prepared, has_stop_strings=bool(given.sampling.stop))
         if rules is not None and request.task != "generate":
             raise InvalidRequest(f"task is {request.task}: a speech model has generate alone")
@@ -193,7 +193,7 @@ class RequestReader(MessageMaker):
             language=prompt_options.language,
         )
         parts = [given] if rules is None else self._windows(rules, request, given)
-        message, outputs = self.prepare(key, parts[0], arrival_ns, request.timeout_us)
+        message, outputs = self.prepare(key, parts[0], request.arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns valid values
         speech = None if rules is None or len(parts) == 1 else SpeechAnswer(request, parts, rules)
         return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop), speech=speech)

@@ -7,7 +7,6 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, EngineInfo, RequestStats
@@ -41,7 +40,7 @@ class TensorReader:
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
 
-    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
+    def read(self, key: int, request: GenerateRequest) -> PreparedRequest:
         """Return a client request ready to send. Raise `InvalidRequest`."""
         signature = self._info.signature
         if signature is None or request.inputs is None:
@@ -62,14 +61,14 @@ class TensorReader:
             inputs=request.inputs,
             step_options=step_options,
             options=options,
-            arrival_ns=arrival_ns,
-            deadline_ns=options.deadline_ns(arrival_ns, request.timeout_us),
-            soft_deadline_ns=options.soft_deadline_ns(arrival_ns),
+            arrival_ns=request.arrival_ns,
+            deadline_ns=options.deadline_ns(request.arrival_ns, request.timeout_us),
+            soft_deadline_ns=options.soft_deadline_ns(request.arrival_ns),
             request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         )
         if step_options is not None:
-            return PreparedRequest(message, PreviewOutputs(items, arrival_ns, step_options))
-        return PreparedRequest(message, TensorOutputs(items, arrival_ns, request.call))
+            return PreparedRequest(message, PreviewOutputs(items, step_options))
+        return PreparedRequest(message, TensorOutputs(items, request.call))
 
     def close(self) -> None:
         pass
@@ -92,10 +91,9 @@ class TensorOutputs(Outputs):
 
     is_over = False
 
-    def __init__(self, num_items: int, arrival_ns: int, call: RemoteCall | None = None) -> None:
+    def __init__(self, num_items: int, call: RemoteCall | None = None) -> None:
         self.num_input_tokens = num_items
         self._call = call
-        self._arrived_ns = arrival_ns
         self._tensors: Arrays | None = None
         self._finish_reason = ""
         self._num_steps = 0 if call is None else 1  # no step reports a call
@@ -113,8 +111,7 @@ class TensorOutputs(Outputs):
         """Take the outputs. Raise `InternalError` if they cannot be read."""
         for delta in deltas:
             self._num_steps += len(delta.token_ids)
-            if delta.stats is not None:
-                self._times = msgspec.structs.replace(delta.stats, arrival_ns=self._arrived_ns)
+            self._times = delta.stats or self._times
             if delta.outputs is not None:
                 self._tensors = delta.outputs.arrays
             elif delta.finish_reason:
@@ -143,8 +140,8 @@ class TensorOutputs(Outputs):
 class PreviewOutputs(TensorOutputs):
     """Outputs of a request that takes many steps: the newest preview, then the result. Not thread-safe."""
 
-    def __init__(self, num_items: int, arrival_ns: int, options: StepOptions) -> None:
-        super().__init__(num_items, arrival_ns)
+    def __init__(self, num_items: int, options: StepOptions) -> None:
+        super().__init__(num_items)
         self._options = options
 
     def take(self) -> Response:

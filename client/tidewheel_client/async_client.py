@@ -133,7 +133,7 @@ class AsyncClient:
             params = {"partial_images": _NUM_PREVIEWS, **params}
         inputs, picture = {"prompt": prompt, "label": None if label is None else [label]}, None
         given = {name: value for name, value in inputs.items() if value is not None}
-        async with self._start(given, params, timeout_s, request_id, is_picture=True) as stream:
+        async with self._start(given, params, timeout_s, request_id, as_parameters=True) as stream:
             async for chunk in stream:
                 picture = chunk.picture
                 if on_progress is not None and picture is not None:

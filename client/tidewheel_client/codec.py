@@ -27,47 +27,46 @@ _MAX_TIMEOUT_MS = 1e12
 
 def encode(ask: Ask) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=ask.model, id=ask.request_id)
-    for name, value in ask.prompt.items():
-        if name in _INT32:
-            numbers = _int32(name, value)
-            _add(request, name, "INT32", len(numbers), numbers.tobytes())
+    for name, value in _inputs(ask).items():
+        if isinstance(value, array):
+            _add(request, name, "INT32", len(value), value.tobytes())
+        elif isinstance(value, bool):
+            _add(request, name, "BOOL", 1, struct.pack("<?", value))
         else:
-            add_text(request, name, value if isinstance(value, bytes) else str(value))
-    if ask.is_picture:
-        for name, text in parameters(ask.params).items():
+            # The server reports lone surrogates, so send them.
+            data = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+            _add(request, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
+    if ask.as_parameters:
+        for name, text in _parameters(ask.params).items():
             request.parameters[name].string_param = text
-        return request
-    flags, sampling = _flags_and_sampling(ask.params)
-    for name, wanted in {"stream": ask.stream, **flags}.items():
-        _add(request, name, "BOOL", 1, struct.pack("<?", wanted))
-    _add_queue_fields(request, sampling)
-    if sampling:
-        add_text(request, "sampling_parameters", _json("sampling parameters", sampling))
+    else:
+        _add_queue_fields(request, ask.params)
     return request
 
 
 def json_body(ask: Ask) -> dict[str, object]:
     """Return the body for `generate_stream`."""
-    given = {k: _int32(k, value).tolist() if k in _INT32 else value for k, value in ask.prompt.items()}
-    if ask.is_picture:
-        if ask.params.get("format") != "png_base64":
-            raise Unsupported("over HTTP, a picture is a file: give format='png_base64', or use gRPC's HOST:PORT")
-        return {"id": ask.request_id, **given, **parameters(ask.params)}
-    flags, sampling = _flags_and_sampling(ask.params)
-    body = {"id": ask.request_id, **given, "stream": ask.stream, **flags}
-    return body | ({"sampling_parameters": _json("sampling parameters", sampling)} if sampling else {})
+    inputs = {name: value.tolist() if isinstance(value, array) else value for name, value in _inputs(ask).items()}
+    if ask.as_parameters and ask.params.get("format") != "png_base64":
+        raise Unsupported("over HTTP, a picture is a file: give format='png_base64', or use gRPC's HOST:PORT")
+    return {"id": ask.request_id, **inputs, **(_parameters(ask.params) if ask.as_parameters else {})}
 
 
-def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], dict[str, object]]:
+def _inputs(ask: Ask) -> dict[str, Any]:
+    """Return input tensors by name: arrays of int32, texts, and flags."""
+    inputs = {name: _int32(name, value) if name in _INT32 else value for name, value in ask.prompt.items()}
+    if ask.as_parameters:
+        return inputs
     # A finish reason tells a whole stream from a broken one.
-    flags, sampling = {"exclude_input_in_output": True, "return_finish_reason": True}, dict(params)
+    inputs |= {"stream": ask.stream, "exclude_input_in_output": True, "return_finish_reason": True}
+    sampling = dict(ask.params)
     for flag, default in OUTPUT_FLAGS.items():
         wanted = sampling.pop(flag, default)
         if wanted not in (True, False):
             raise InvalidRequest(f"{flag} must be true or false, not {wanted!r}")
-        if wanted or (flag == "return_num_output_tokens" and params.get("return_token_ids")):
-            flags[flag] = True  # counts assign ids to sequences
-    return flags, sampling
+        if wanted or (flag == "return_num_output_tokens" and ask.params.get("return_token_ids")):
+            inputs[flag] = True  # counts assign ids to sequences
+    return inputs | ({"sampling_parameters": _json("sampling parameters", sampling)} if sampling else {})
 
 
 def prompt_input(
@@ -110,16 +109,10 @@ def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[st
         request.parameters["timeout"].int64_param = max(1, int(deadline_ms * 1000))
 
 
-def parameters(params: Mapping[str, object]) -> dict[str, str]:
+def _parameters(params: Mapping[str, object]) -> dict[str, str]:
     """Return them as a request's parameters. Triton keeps `priority` for itself."""
     given = {name: str(value) for name, value in params.items() if value is not None}
     return {"qos_class" if name == "priority" else name: text for name, text in given.items()}
-
-
-def add_text(request: service_pb2.ModelInferRequest, name: str, text: str | bytes) -> None:
-    # The server reports lone surrogates, so send them.
-    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    _add(request, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
 
 
 def _add(request: service_pb2.ModelInferRequest, name: str, datatype: str, count: int, raw: bytes) -> None:

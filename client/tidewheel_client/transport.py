@@ -23,7 +23,7 @@ class Ask:
     prompt: Mapping[str, object]  # from `codec`, perhaps with a `task`
     params: Mapping[str, object] = field(default_factory=dict)  # sampling and serving keys, flags
     stream: bool = False
-    is_picture: bool = False  # the model takes `params` as parameters of the request
+    as_parameters: bool = False  # send `params` as the request's parameters, not in tensors
 
 
 class Responses(Protocol):

@@ -84,7 +84,7 @@ def test_bad_arguments_are_refused_in_one_line(triton: FakeTriton, client: Clien
 
 def test_a_mock_draws() -> None:
     def answer(ask: Ask) -> list[Chunk]:
-        assert ask.is_picture and ask.prompt == {"label": [7]}
+        assert ask.as_parameters and ask.prompt == {"label": [7]}
         return [Chunk(text="", picture=Picture(step=step, steps=2)) for step in (1, 2)]
 
     steps: list[int] = []

@@ -6,16 +6,16 @@ Each text, or pair of texts, is a request of its own, which the scheduler joins 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
-from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.gateway.answers import IndexedChunks, Json, prompt_usage
 from tidewheel.gateway.bodies import MAX_INPUTS, Fields, OpenAIBody, Prompt, UpstreamRequest, read_fields
 from tidewheel.gateway.upstream import Upstream
-from tidewheel.gateway.upstreams import Attempt
-from tidewheel_client import Chunk, codec, response_codec
+from tidewheel.gateway.upstreams import GrpcAttempt
+from tidewheel_client import Ask, Chunk, response_codec
 from tidewheel_client.errors import InvalidRequest, PromptTooLarge
 
 MAX_PAIR_CHARS = 1 << 24  # of all pairs together
@@ -35,22 +35,17 @@ class ScoreBody(OpenAIBody, frozen=True, kw_only=True):
     text_2: str | list[str]
 
 
-class EncoderAttempt(Attempt[list[Chunk]]):
+class EncoderAttempt(GrpcAttempt):
     """Attempt at an encoder, which answers once. For a pair, the chunk's `embedding` holds its score."""
 
-    message: pb.ModelInferRequest
-
-    def encode(self, params: Mapping[str, object]) -> None:
+    def ask(self, params: Mapping[str, object]) -> Ask:
         if unknown := sorted(params.keys() - set(_PARAMETERS)):
             raise InvalidRequest(f"{unknown[0]} is set: an encoder takes {', '.join(_PARAMETERS)} beside texts")
-        prompt = self.request.prompts[self.index]
-        if "input_ids" in prompt:
+        asked = super().ask(params)
+        if "input_ids" in asked.prompt:
             raise InvalidRequest("input_ids are token ids: an encoder takes texts")
-        self.message = pb.ModelInferRequest(model_name=self.request.model, id=self.request_id)
-        for name in _TENSORS.keys() & prompt.keys():
-            codec.add_text(self.message, _TENSORS[name], str(prompt[name]))
-        for name, text in codec.parameters({**params, "traceparent": self.request.traceparent}).items():
-            self.message.parameters[name].string_param = text
+        tensors = {_TENSORS[name]: asked.prompt[name] for name in _TENSORS.keys() & asked.prompt.keys()}
+        return replace(asked, prompt=tensors, as_parameters=True)
 
     async def send(self, upstream: Upstream) -> AsyncGenerator[list[Chunk]]:
         outputs = response_codec.tensors(await upstream.triton.call("ModelInfer", self.message, None))

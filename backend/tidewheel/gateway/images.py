@@ -38,8 +38,8 @@ class ImageAttempt(GrpcAttempt):
     def ask(self, params: Mapping[str, object]) -> Ask:
         body = self.request.body
         assert isinstance(body, ImagesBody)
-        size, seed = None if body.size == "auto" else body.size, None if body.seed is None else body.seed + self.index
-        return replace(super().ask({**params, "size": size, "seed": seed, "format": "png_base64"}), is_picture=True)
+        seed = None if body.seed is None else body.seed + self.index
+        return replace(super().ask({**params, "seed": seed}), as_parameters=True)
 
 
 def read_images(fields: Fields) -> UpstreamRequest:
@@ -49,6 +49,7 @@ def read_images(fields: Fields) -> UpstreamRequest:
     prompt: Prompt = {"prompt": body.prompt} if body.prompt else {}
     if body.label is not None:
         prompt["label"] = [body.label]
+    params |= {"size": None if body.size == "auto" else body.size, "format": "png_base64"}
     return UpstreamRequest(body=body, prompts=[prompt] * body.n, params=params, stream=body.stream)
 
 

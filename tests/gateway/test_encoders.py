@@ -42,7 +42,9 @@ def _encoding(triton: FakeTriton) -> None:
 def test_each_text_is_a_request_with_the_same_service(gateway: RunningGateway, triton: FakeTriton) -> None:
     service = {"priority": 2, "deadline_ms": 5000, "tenant": "t"}
     headers, body = {"X-Request-Id": "me"}, {"model": "embedder", "input": ["one", "three"], "user": "u"}
-    answer = gateway.post("embeddings", {**body, **service}, headers=headers).json()
+    found = gateway.post("embeddings", {**body, **service}, headers=headers)
+    answer = found.json()
+    assert found.headers["x-request-id"] == "me"
     assert [one["embedding"] for one in answer["data"]] == [pytest.approx([0, 0.6, 3]), pytest.approx([0, 0.6, 5])]
     assert (answer["model"], answer["usage"]) == ("embedder", {"prompt_tokens": 12, "total_tokens": 12})
     assert {asked.inputs["text"]: asked.message.id for asked in triton.asked} == {"one": "me-0", "three": "me-1"}

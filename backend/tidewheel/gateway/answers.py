@@ -20,7 +20,6 @@ from tidewheel_client.errors import InternalError, InvalidRequest
 
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-JSON_HEADERS = {"Content-Type": "application/json"}
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _OPENAI_REASONS = ("stop", "length")
 
@@ -60,12 +59,29 @@ class _ChoiceState:
 
 
 class AnswerWriter:
-    content_type = "application/json"
+    """Writer of a request's answer, whole or as a stream of events."""
 
+    content_type = "application/json"  # of a whole answer
+
+    def __init__(self, request: UpstreamRequest) -> None:
+        self.request = request
+
+    def whole(self, chunks: Sequence[tuple[int, Any]]) -> bytes:
+        raise NotImplementedError
+
+    def events(self, index: int, response: Any) -> bytes:
+        """Return the events of a response to the prompt `index`; empty while text is withheld."""
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        return b""
+
+
+class TextWriter(AnswerWriter):
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
+        super().__init__(request)
         body = request.body
         assert isinstance(body, GenerateBody)
-        self._request = request
         self._body = body
         self._is_chat = isinstance(body, ChatBody)
         self._has_one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
@@ -85,7 +101,7 @@ class AnswerWriter:
 
     def whole(self, chunks: IndexedChunks) -> bytes:
         choices = []
-        for index in range(len(self._request.prompts)):
+        for index in range(len(self.request.prompts)):
             of_prompt = [chunk for other, chunk in chunks if other == index]
             choices += [self._choice(index, one) for one in Completion.of_sequences("", of_prompt)]
         for index, chunk in chunks:
@@ -117,7 +133,7 @@ class AnswerWriter:
         number = index * self._body.n + part.index
         is_first = number not in self._states
         if is_first:
-            tools, is_forced = self._request.tools, bool(self._request.schema_name)
+            tools, is_forced = self.request.tools, bool(self.request.schema_name)
             self._states[number] = _ChoiceState(OutputParser(tools, self._reasoning, is_forced=is_forced))
         state = self._states[number]
         if part.prompt_logprobs is not None:
@@ -232,19 +248,20 @@ def _token(one: TokenLogprob) -> Json:
     return {"token": one.decoded_token, "logprob": _finite(one), "bytes": list(one.decoded_token.encode())}
 
 
-def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    """Raise `InvalidRequest` for more dimensions than the vectors have."""
-    body, data = request.body, []
-    assert isinstance(body, EmbeddingBody)
-    for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
-        if chunk.embedding is None:
-            raise InternalError(f"an input has no embedding: it ended with {chunk.finish_reason!r}")
-        vector = _shortened(chunk.embedding, body.dimensions)
-        in_base64 = body.encoding_format == "base64"
-        value = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
-        data.append({"object": "embedding", "index": index, "embedding": value})
-    usage = prompt_usage(chunks)
-    return msgspec.json.encode({"object": "list", "data": data, "model": request.model, "usage": usage})
+class EmbeddingWriter(AnswerWriter):
+    def whole(self, chunks: IndexedChunks) -> bytes:
+        """Raise `InvalidRequest` for more dimensions than the vectors have."""
+        body, data = self.request.body, []
+        assert isinstance(body, EmbeddingBody)
+        for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
+            if chunk.embedding is None:
+                raise InternalError(f"an input has no embedding: it ended with {chunk.finish_reason!r}")
+            vector = _shortened(chunk.embedding, body.dimensions)
+            in_base64 = body.encoding_format == "base64"
+            value = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
+            data.append({"object": "embedding", "index": index, "embedding": value})
+        usage = prompt_usage(chunks)
+        return msgspec.json.encode({"object": "list", "data": data, "model": self.request.model, "usage": usage})
 
 
 def prompt_usage(chunks: IndexedChunks) -> Json:
@@ -263,12 +280,14 @@ def _shortened(vector: tuple[float, ...], dimensions: int | None) -> array[float
     return array("f", (value / length for value in kept))
 
 
-def tokens_answer(_: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    return _text(chunks).encode()  # JSON already
+class TokenizeWriter(AnswerWriter):
+    def whole(self, chunks: IndexedChunks) -> bytes:
+        return _text(chunks).encode()  # JSON already
 
 
-def text_answer(_: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    return msgspec.json.encode({"prompt": _text(chunks)})
+class DetokenizeWriter(AnswerWriter):
+    def whole(self, chunks: IndexedChunks) -> bytes:
+        return msgspec.json.encode({"prompt": _text(chunks)})
 
 
 def _text(chunks: IndexedChunks) -> str:

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,15 +24,15 @@ from tidewheel.gateway import (
     transcriptions,
     triton_proxy,
 )
+from tidewheel.gateway.answers import AnswerWriter
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
 from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
-from tidewheel.gateway.triton_proxy import ProxyAttempt
+from tidewheel.gateway.triton_proxy import ProxyAttempt, ProxyWriter
 from tidewheel.gateway.upstream import Task
-from tidewheel.gateway.upstreams import Attempt, GrpcAttempt, R, Upstreams
-from tidewheel_client import Chunk
+from tidewheel.gateway.upstreams import Attempt, GrpcAttempt, Upstreams
 from tidewheel_client.errors import InternalError, InvalidRequest, RequestError, RequestTimeout, Unsupported, WrongKey
 
 BODY_S = 60.0
@@ -48,9 +48,6 @@ The playground, a page to try models, is off: start the gateway with --playgroun
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Responses = AsyncGenerator[tuple[int, R]]  # with the index of the prompt
-
-_Writer = answers.AnswerWriter | images.PictureWriter | transcriptions.TranscriptWriter
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +58,7 @@ class _Streamed(web.StreamResponse):
 
 class _Endpoint(NamedTuple):
     read: Callable[[bodies.Fields], UpstreamRequest]
-    answer: Callable[[web.Request, UpstreamRequest, Responses[Any]], Awaitable[web.StreamResponse]]
+    writer: Callable[[UpstreamRequest], AnswerWriter]
     tasks: Sequence[Task] = ("generate",)
     attempt: type[Attempt[Any]] = GrpcAttempt
     is_form: bool = False  # the body; else JSON
@@ -85,29 +82,25 @@ class Gateway:
         self._large = asyncio.Lock()
 
     def application(self) -> web.Application:
-        read_stream, whole = partial(triton_proxy.read, stream=True), partial(partial, _answer_whole)
-        written = partial(partial, self._write)
-        text = written(partial(answers.AnswerWriter, reasoning=self._options.reasoning))
-        read_speech = transcriptions.read_speech
-        speech = partial(_Endpoint, answer=written(transcriptions.TranscriptWriter), is_form=True)
-        streamed: Sequence[Task] = ("generate", "draw")
+        text = partial(answers.TextWriter, reasoning=self._options.reasoning)
+        read_stream, read_speech = partial(triton_proxy.read, stream=True), transcriptions.read_speech
+        speech = partial(_Endpoint, writer=transcriptions.TranscriptWriter, is_form=True)
+        proxied = partial(_Endpoint, writer=ProxyWriter, tasks=("generate", "draw"), attempt=ProxyAttempt)
         endpoints = {
             "/v1/chat/completions": _Endpoint(bodies.read_chat, text),
             "/v1/completions": _Endpoint(bodies.read_completion, text),
-            "/v1/embeddings": _Endpoint(
-                bodies.read_embeddings, whole(answers.embeddings_answer), ("generate", "embed")
-            ),
-            "/v1/rerank": _Endpoint(encoders.read_rerank, whole(encoders.pairs_answer), ("rerank",)),
-            "/v1/score": _Endpoint(encoders.read_score, whole(encoders.pairs_answer), ("rerank",)),
+            "/v1/embeddings": _Endpoint(bodies.read_embeddings, answers.EmbeddingWriter, ("generate", "embed")),
+            "/v1/rerank": _Endpoint(encoders.read_rerank, encoders.PairWriter, ("rerank",)),
+            "/v1/score": _Endpoint(encoders.read_score, encoders.PairWriter, ("rerank",)),
             "/v1/audio/transcriptions": speech(read_speech),
             "/v1/audio/translations": speech(partial(read_speech, translate=True)),
             "/v1/images/generations": _Endpoint(
-                images.read_images, written(images.PictureWriter), ("draw",), images.ImageAttempt
+                images.read_images, images.PictureWriter, ("draw",), images.ImageAttempt
             ),
-            "/tokenize": _Endpoint(bodies.read_tokenize, whole(answers.tokens_answer)),
-            "/detokenize": _Endpoint(bodies.read_detokenize, whole(answers.text_answer)),
-            "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, streamed, ProxyAttempt),
-            "/v2/models/{model}/generate_stream": _Endpoint(read_stream, self._proxy, streamed, ProxyAttempt),
+            "/tokenize": _Endpoint(bodies.read_tokenize, answers.TokenizeWriter),
+            "/detokenize": _Endpoint(bodies.read_detokenize, answers.DetokenizeWriter),
+            "/v2/models/{model}/generate": proxied(triton_proxy.read),
+            "/v2/models/{model}/generate_stream": proxied(read_stream),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=self._options.max_body_bytes)
         application.cleanup_ctx.append(self._run)
@@ -136,8 +129,13 @@ class Gateway:
             http["schema_name"] = request.schema_name
             indices = range(len(request.prompts))
             attempts = await self._beside(size * len(indices), lambda: [attempt(request, index) for index in indices])
+            writer = endpoint.writer(request)
+            headers = {"x-request-id": request.request_id} if request.request_id else {}
             async with contextlib.aclosing(self._upstreams.deliver_all(attempts)) as responses:
-                return await endpoint.answer(http, request, responses)
+                if request.stream:
+                    return await self._stream(http, headers | answers.STREAM_HEADERS, responses, writer)
+                chunks = [(index, chunk) async for index, response in responses for chunk in response]
+            return web.Response(body=writer.whole(chunks), headers=headers | {"Content-Type": writer.content_type})
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -182,45 +180,22 @@ class Gateway:
         async with self._large:
             return await asyncio.to_thread(work)
 
-    async def _write(
-        self,
-        make_writer: Callable[[UpstreamRequest], _Writer],
-        http: web.Request,
-        request: UpstreamRequest,
-        responses: Responses[list[Chunk]],
-    ) -> web.StreamResponse:
-        writer, headers = make_writer(request), {"x-request-id": request.request_id}
-        if request.stream:
-            return await self._stream(http, headers | answers.STREAM_HEADERS, responses, writer.events, writer.end)
-        headers["Content-Type"] = writer.content_type
-        return web.Response(body=writer.whole(await _read_all(responses)), headers=headers)
-
-    async def _proxy(
-        self, http: web.Request, request: UpstreamRequest, responses: Responses[bytes]
-    ) -> web.StreamResponse:
-        headers = answers.STREAM_HEADERS if request.stream else answers.JSON_HEADERS
-        return await self._stream(http, headers, responses, lambda _, part: part)
-
     async def _stream(
         self,
         http: web.Request,
         headers: Mapping[str, str],
-        responses: Responses[R],
-        write: Callable[[int, R], bytes],
-        end: Callable[[], bytes] = bytes,
+        responses: AsyncIterator[tuple[int, Any]],
+        writer: AnswerWriter,
     ) -> web.StreamResponse:
-        """Stream the answer. Raise `RequestError` only before the first response, send later ones in the stream.
-
-        `write(prompt_index, response)` returns a part of the body, empty while it withholds text.
-        """
+        """Stream the answer. Raise `RequestError` only before the first response, send later ones in the stream."""
         answer = _Streamed(headers=headers)
         try:
             async for index, response in responses:
                 if not answer.prepared:
                     await answer.prepare(http)
-                if part := write(index, response):
+                if part := writer.events(index, response):
                     await answer.write(part)
-            last = end()
+            last = writer.end()
         except RequestError as error:
             if not answer.prepared:
                 raise
@@ -323,19 +298,6 @@ def _request_id(http: web.Request, request: UpstreamRequest) -> str:
 def _traceparent(http: web.Request) -> str:
     header = http.headers.get("traceparent", "").strip()
     return header if _TRACEPARENT.fullmatch(header) else ""
-
-
-async def _read_all(responses: Responses[list[Chunk]]) -> list[tuple[int, Chunk]]:
-    return [(index, chunk) async for index, chunks in responses for chunk in chunks]
-
-
-async def _answer_whole(
-    write: Callable[[UpstreamRequest, answers.IndexedChunks], bytes],
-    _: web.Request,
-    request: UpstreamRequest,
-    responses: Responses[list[Chunk]],
-) -> web.Response:
-    return _json_response(write(request, await _read_all(responses)))
 
 
 def _error_response(http: web.Request, error: RequestError) -> web.Response:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from tidewheel.gateway.answers import IndexedChunks, Json, prompt_usage
+from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, prompt_usage
 from tidewheel.gateway.bodies import MAX_INPUTS, Fields, OpenAIBody, Prompt, UpstreamRequest, read_fields
 from tidewheel.gateway.upstream import Upstream
 from tidewheel.gateway.upstreams import GrpcAttempt
@@ -78,14 +78,16 @@ def _pairs_request(
     return UpstreamRequest(body=body, prompts=prompts, params=params)
 
 
-def pairs_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    body, answer = request.body, {"model": request.model, "usage": prompt_usage(chunks)}
-    scores = sorted((index, chunk.embedding[0]) for index, chunk in chunks if chunk.embedding)
-    if not isinstance(body, RerankBody):
-        data = [{"index": index, "object": "score", "score": score} for index, score in scores]
-        return msgspec.json.encode({"id": f"score-{request.request_id}", "object": "list", "data": data, **answer})
-    best = sorted(scores, key=lambda pair: -pair[1])[: body.top_n]
-    results: list[Json] = [{"index": index, "relevance_score": score} for index, score in best]
-    for result in results if body.return_documents else ():
-        result["document"] = {"text": body.documents[result["index"]]}
-    return msgspec.json.encode({"id": f"rerank-{request.request_id}", "results": results, **answer})
+class PairWriter(AnswerWriter):
+    def whole(self, chunks: IndexedChunks) -> bytes:
+        body, request_id = self.request.body, self.request.request_id
+        answer = {"model": self.request.model, "usage": prompt_usage(chunks)}
+        scores = sorted((index, chunk.embedding[0]) for index, chunk in chunks if chunk.embedding)
+        if not isinstance(body, RerankBody):
+            data = [{"index": index, "object": "score", "score": score} for index, score in scores]
+            return msgspec.json.encode({"id": f"score-{request_id}", "object": "list", "data": data, **answer})
+        best = sorted(scores, key=lambda pair: -pair[1])[: body.top_n]
+        results: list[Json] = [{"index": index, "relevance_score": score} for index, score in best]
+        for result in results if body.return_documents else ():
+            result["document"] = {"text": body.documents[result["index"]]}
+        return msgspec.json.encode({"id": f"rerank-{request_id}", "results": results, **answer})

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from tidewheel.gateway.answers import IndexedChunks, Json, as_event
+from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, as_event
 from tidewheel.gateway.bodies import Fields, OpenAIBody, Prompt, RefusedFields, UpstreamRequest, read_fields
 from tidewheel.gateway.upstreams import GrpcAttempt
 from tidewheel_client import Ask, Chunk, Picture
@@ -53,10 +53,9 @@ def read_images(fields: Fields) -> UpstreamRequest:
     return UpstreamRequest(body=body, prompts=[prompt] * body.n, params=params, stream=body.stream)
 
 
-class PictureWriter:
-    content_type = "application/json"
-
+class PictureWriter(AnswerWriter):
     def __init__(self, request: UpstreamRequest) -> None:
+        super().__init__(request)
         assert isinstance(request.body, ImagesBody)
         self._created, self._num_previews = int(time.time()), 0
         self._format = {"size": request.body.size, "output_format": "png", "background": "opaque", "quality": "auto"}
@@ -69,9 +68,6 @@ class PictureWriter:
 
     def events(self, _: int, chunks: Iterable[Chunk]) -> bytes:
         return b"".join(self._event(chunk.picture, chunk.finish_reason) for chunk in chunks if chunk.picture)
-
-    def end(self) -> bytes:
-        return b""
 
     def _event(self, picture: Picture, finish_reason: str | None) -> bytes:
         kind, more = "image_generation.completed", Json(usage=_usage([picture]))

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
-from tidewheel.gateway.answers import IndexedChunks, Json, as_event
+from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, as_event
 from tidewheel.gateway.bodies import Fields, OpenAIBody, UpstreamRequest, read_fields
 from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
@@ -60,8 +60,9 @@ def read_speech(fields: Fields, *, translate: bool = False) -> UpstreamRequest:
     return UpstreamRequest(body=body, prompts=[{"audio_file": body.file}], params=params, stream=streams)
 
 
-class TranscriptWriter:
+class TranscriptWriter(AnswerWriter):
     def __init__(self, request: UpstreamRequest) -> None:
+        super().__init__(request)
         assert isinstance(request.body, SpeechBody)
         self._format = request.body.response_format
         self._task = "translate" if request.params.get("translate") else "transcribe"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import aiohttp
 import msgspec
 
-from tidewheel.gateway.answers import JSON_HEADERS
+from tidewheel.gateway.answers import AnswerWriter
 from tidewheel.gateway.bodies import Fields, UpstreamRequest, check_parameters
 from tidewheel.gateway.upstream import PROBE_S, Upstream
 from tidewheel.gateway.upstreams import Attempt
@@ -15,31 +15,40 @@ from tidewheel_client.error_translation import from_http
 from tidewheel_client.errors import InvalidRequest, ServerUnavailable, Unsupported
 
 _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them
+_HEADERS = {"Content-Type": "application/json"}
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
 
 
-class ProxyAttempt(Attempt[bytes]):
-    """Attempt over Triton's HTTP; each response is a part of the body."""
+class ProxyAttempt(Attempt[list[bytes]]):
+    """Attempt over Triton's HTTP; each response is a list of parts of the body."""
 
     message: bytes
 
     def encode(self, params: Mapping[str, object]) -> None:
         self.message = msgspec.json.encode({**self.request.prompts[0], **params})
 
-    async def send(self, upstream: Upstream) -> AsyncGenerator[bytes]:
+    async def send(self, upstream: Upstream) -> AsyncGenerator[list[bytes]]:
         authority, model = upstream.address.http, self.request.model
         if not authority:
             raise Unsupported(f"the HTTP port of {upstream.address.grpc} is not known here: name it, with http=PORT")
         method = "generate_stream" if self.request.stream else "generate"
         url = f"http://{authority}/v2/models/{model}/{method}"
         try:
-            async with upstream.http.post(url, data=self.message, timeout=_NO_LIMIT, headers=JSON_HEADERS) as answer:
+            async with upstream.http.post(url, data=self.message, timeout=_NO_LIMIT, headers=_HEADERS) as answer:
                 if not answer.ok:
                     raise from_http(answer.status, await answer.text(errors="replace"))
                 async for data in answer.content.iter_any():
-                    yield data
+                    yield [data]
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"the connection to {authority} was lost ({error})") from None
+
+
+class ProxyWriter(AnswerWriter):
+    def whole(self, parts: Sequence[tuple[int, bytes]]) -> bytes:
+        return b"".join(part for _, part in parts)
+
+    def events(self, _: int, parts: list[bytes]) -> bytes:
+        return b"".join(parts)
 
 
 def read(fields: Fields, *, stream: bool = False) -> UpstreamRequest:

@@ -13,7 +13,7 @@ from support.gateway.running_gateway import gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, running
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.triton_proxy import ProxyAttempt
-from tidewheel.gateway.upstreams import GrpcAttempt
+from tidewheel.gateway.upstreams import Attempt
 from tidewheel_client.errors import DeadlineExceeded
 
 
@@ -49,7 +49,7 @@ def test_a_deadline_that_the_backend_refuses_is_sent_as_it_is(deadline_ms: objec
 
 
 def test_both_kinds_of_requests_carry_it() -> None:
-    attempt = GrpcAttempt(request(60_000, age_s=20))
+    attempt = Attempt(request(60_000, age_s=20))
     attempt.encode(attempt.request.params_left())
     assert 30_000_000 < attempt.message.parameters["timeout"].int64_param <= 40_000_000
 

@@ -11,7 +11,7 @@ import pytest
 from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway import bodies
 from tidewheel.gateway.bodies import UpstreamRequest
-from tidewheel.gateway.upstreams import GrpcAttempt, route_request
+from tidewheel.gateway.upstreams import Attempt, route_request
 from tidewheel.request import Priority
 from tidewheel_client import Chunk
 from tidewheel_client.answers import PerfMetrics
@@ -76,7 +76,7 @@ def test_cached_tokens_are_in_the_units_of_the_route() -> None:
     perf = PerfMetrics(**dict.fromkeys(PerfMetrics.__dataclass_fields__, 1) | {"num_cached_tokens": 300})
 
     def cached_tokens(**last: Any) -> int | None:
-        attempt = GrpcAttempt(UpstreamRequest(prompts=[{"text_input": "x" * 4000}], params={}))
+        attempt = Attempt(UpstreamRequest(prompts=[{"text_input": "x" * 4000}], params={}))
         assert attempt.route.num_tokens == 1000
         chunks = [Chunk(text="a"), Chunk(text="b", finish_reason="stop", num_input_tokens=400, **last)]
         assert asyncio.run(answered(attempt, chunks)) == [[chunk] for chunk in chunks]
@@ -87,7 +87,7 @@ def test_cached_tokens_are_in_the_units_of_the_route() -> None:
     assert cached_tokens(index=1, perf=perf) is None
 
 
-async def answered(attempt: GrpcAttempt, chunks: list[Chunk]) -> list[list[Chunk]]:
+async def answered(attempt: Attempt, chunks: list[Chunk]) -> list[list[Chunk]]:
     """Return what an attempt yields when each chunk is a response."""
     receive = AsyncMock(side_effect=[*([chunk] for chunk in chunks), None])
     triton = Mock(send=Mock(return_value=Mock(receive=receive)))

@@ -76,7 +76,7 @@ class ReplicaUpstreams(Upstreams):
         self._known_models = self.models
         self._set_members("replica", (one.address for one in self._feed.replicas.values()))
 
-    async def _wait(self, attempt: Attempt[Any]) -> None:
+    async def _wait(self, attempt: Attempt) -> None:
         """Wait for a replica. If none exists, a call waits in Ray's queue, where the scaling policy sees it."""
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
@@ -97,7 +97,7 @@ class ReplicaUpstreams(Upstreams):
             if call is not None:
                 call.cancel()
 
-    async def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
+    async def _may_retry(self, attempt: Attempt, error: RequestError) -> bool:
         """Allow a retry after a lost or restarting replica, not after `Busy`."""
         if await super()._may_retry(attempt, error):
             return True

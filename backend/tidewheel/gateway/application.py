@@ -32,7 +32,7 @@ from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.triton_proxy import ProxyAttempt, ProxyWriter
 from tidewheel.gateway.upstream import Task
-from tidewheel.gateway.upstreams import Attempt, GrpcAttempt, Upstreams
+from tidewheel.gateway.upstreams import Attempt, Upstreams
 from tidewheel_client.errors import InternalError, InvalidRequest, RequestError, RequestTimeout, Unsupported, WrongKey
 
 BODY_S = 60.0
@@ -60,7 +60,7 @@ class _Endpoint(NamedTuple):
     read: Callable[[bodies.Fields], UpstreamRequest]
     writer: Callable[[UpstreamRequest], AnswerWriter]
     tasks: Sequence[Task] = ("generate",)
-    attempt: type[Attempt[Any]] = GrpcAttempt
+    attempt: type[Attempt] = Attempt
     is_form: bool = False  # the body; else JSON
 
 

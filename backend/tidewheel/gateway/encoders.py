@@ -14,7 +14,7 @@ import msgspec
 from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, prompt_usage
 from tidewheel.gateway.bodies import MAX_INPUTS, Fields, OpenAIBody, Prompt, UpstreamRequest, read_fields
 from tidewheel.gateway.upstream import Upstream
-from tidewheel.gateway.upstreams import GrpcAttempt
+from tidewheel.gateway.upstreams import Attempt
 from tidewheel_client import Ask, Chunk, response_codec
 from tidewheel_client.errors import InvalidRequest, PromptTooLarge
 
@@ -35,7 +35,7 @@ class ScoreBody(OpenAIBody, frozen=True, kw_only=True):
     text_2: str | list[str]
 
 
-class EncoderAttempt(GrpcAttempt):
+class EncoderAttempt(Attempt):
     """Attempt at an encoder, which answers once. For a pair, the chunk's `embedding` holds its score."""
 
     def ask(self, params: Mapping[str, object]) -> Ask:

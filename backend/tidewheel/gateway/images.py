@@ -11,7 +11,7 @@ import msgspec
 
 from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, as_event
 from tidewheel.gateway.bodies import Fields, OpenAIBody, Prompt, RefusedFields, UpstreamRequest, read_fields
-from tidewheel.gateway.upstreams import GrpcAttempt
+from tidewheel.gateway.upstreams import Attempt
 from tidewheel_client import Ask, Chunk, Picture
 from tidewheel_client.errors import Unsupported
 
@@ -34,7 +34,7 @@ class ImagesBody(OpenAIBody, frozen=True, kw_only=True):
     stream: bool = False
 
 
-class ImageAttempt(GrpcAttempt):
+class ImageAttempt(Attempt):
     def ask(self, params: Mapping[str, object]) -> Ask:
         body = self.request.body
         assert isinstance(body, ImagesBody)

@@ -19,10 +19,8 @@ _HEADERS = {"Content-Type": "application/json"}
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
 
 
-class ProxyAttempt(Attempt[list[bytes]]):
+class ProxyAttempt(Attempt):
     """Attempt over Triton's HTTP; each response is a list of parts of the body."""
-
-    message: bytes
 
     def encode(self, params: Mapping[str, object]) -> None:
         self.message = msgspec.json.encode({**self.request.prompts[0], **params})

@@ -3,12 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
-
-from tritonclient.grpc import service_pb2 as pb
+from typing import Any
 
 from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
 from tidewheel.fleet.routers import PrefixAwareRouter
@@ -27,15 +24,15 @@ BYTES_PER_TOKEN = 4  # roughly, of text; also of a token id
 CHUNK_TOKENS = 256
 _CLASSES = {str(one.value): one for one in Priority}
 
-R = TypeVar("R")  # a server's response
-
 
 class NoServer(ServerUnavailable):
     """No server can take the request."""
 
 
-class Attempt(ABC, Generic[R]):
-    """One prompt on its way to a server, and to others until a response arrives."""
+class Attempt:
+    """One prompt on its way to a server by gRPC, and to others until a response arrives."""
+
+    message: Any  # for the server
 
     def __init__(self, request: UpstreamRequest, index: int = 0) -> None:
         self.request = request
@@ -49,20 +46,6 @@ class Attempt(ABC, Generic[R]):
     def request_id(self) -> str:
         return self.request.request_id + (f"-{self.index}" if len(self.request.prompts) > 1 else "")
 
-    @abstractmethod
-    def encode(self, params: Mapping[str, object]) -> None:
-        pass
-
-    @abstractmethod
-    def send(self, upstream: Upstream) -> AsyncGenerator[R]:
-        """Send the message; yield responses. Raise `RequestError`. An early close cancels the request."""
-
-
-class GrpcAttempt(Attempt[list[Chunk]]):
-    """Attempt over Triton's gRPC; each response is a list of new chunks."""
-
-    message: pb.ModelInferRequest
-
     def encode(self, params: Mapping[str, object]) -> None:
         self.message = codec.encode(self.ask(params))
         if self.request.traceparent:
@@ -72,7 +55,8 @@ class GrpcAttempt(Attempt[list[Chunk]]):
         model, prompt, stream = self.request.model, self.request.prompts[self.index], self.request.stream
         return Ask(model=model, request_id=self.request_id, prompt=prompt, params=params, stream=stream)
 
-    async def send(self, upstream: Upstream) -> AsyncGenerator[list[Chunk]]:
+    async def send(self, upstream: Upstream) -> AsyncGenerator[list[Any]]:
+        """Send the message; yield lists of chunks. Raise `RequestError`. An early close cancels the request."""
         responses = upstream.triton.send(self.message)
         arrivals = Arrivals()
         try:
@@ -176,7 +160,7 @@ class Upstreams:
         name = name or next(iter(models))
         return name, models[name]
 
-    async def deliver_all(self, attempts: Sequence[Attempt[R]]) -> AsyncGenerator[tuple[int, R]]:
+    async def deliver_all(self, attempts: Sequence[Attempt]) -> AsyncGenerator[tuple[int, list[Any]]]:
         """Send all prompts. Yield `(prompt_index, response)` on arrival. Raise the first `RequestError`."""
         if len(attempts) == 1:
             async with contextlib.aclosing(self.deliver(attempts[0])) as responses:
@@ -184,9 +168,9 @@ class Upstreams:
                     yield 0, response
             return
         turns = asyncio.Semaphore(AT_ONCE)
-        arrived: asyncio.Queue[tuple[int, R] | RequestError | None] = asyncio.Queue(len(attempts))
+        arrived: asyncio.Queue[tuple[int, list[Any]] | RequestError | None] = asyncio.Queue(len(attempts))
 
-        async def read(attempt: Attempt[R]) -> None:
+        async def read(attempt: Attempt) -> None:
             try:
                 async with turns, contextlib.aclosing(self.deliver(attempt)) as responses:
                     async for response in responses:
@@ -213,7 +197,7 @@ class Upstreams:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
+    async def deliver(self, attempt: Attempt) -> AsyncGenerator[list[Any]]:
         """Yield responses. After an error before the first, retry on other servers. Raise `RequestError`.
 
         A failed server gets no retry; a lost one gets no requests until its next poll.
@@ -248,22 +232,22 @@ class Upstreams:
             self.num_moved += 1
             attempt.encode(attempt.request.params_left())
 
-    async def _wait(self, attempt: Attempt[R]) -> None:
+    async def _wait(self, attempt: Attempt) -> None:
         """Raise `NoServer`; a cluster's subclass waits for a replica."""
         model = attempt.request.model
         raise NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
-    async def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:
+    async def _may_retry(self, attempt: Attempt, error: RequestError) -> bool:
         if not self._has_fit(attempt) and not isinstance(error, Busy):
             with contextlib.suppress(TimeoutError):  # a server may have become ready since its last poll
                 async with asyncio.timeout(PROBE_S):
                     await asyncio.gather(*(one.look() for one in self.each if one not in attempt.refused))
         return self._has_fit(attempt)
 
-    def _has_fit(self, attempt: Attempt[R]) -> bool:
+    def _has_fit(self, attempt: Attempt) -> bool:
         return len(self._unfit(attempt)) < len(self._members)
 
-    def _unfit(self, attempt: Attempt[R]) -> set[str]:
+    def _unfit(self, attempt: Attempt) -> set[str]:
         model = attempt.request.model
         return {
             authority

@@ -17,7 +17,6 @@ from tidewheel.server.model_reloads import (
     KEPT_S,
     MAX_SHARED_BYTES,
     PendingReloads,
-    Reload,
     SharedMemoryRelief,
     StubId,
 )
@@ -34,12 +33,13 @@ def test_a_model_is_loaded_until_a_new_front_end_serves(tmp_path: Path, monkeypa
 
     Presence("other")
     notes: list[str] = []
-    pending = Reload("demo", reload, 0.0, notes.append, while_it_serves=False)
+    reloads = PendingReloads(notes.append)
+    reloads.start("demo", reload)
     wait_for(lambda: len(calls) == 2, 60, "another try")
     assert notes == ["model 'demo' cannot be loaded again, and is tried again: no weights"]
-    assert not pending.is_over
+    assert reloads.look() == "demo"
     Presence("demo")
-    assert pending.is_over
+    assert reloads.look() == ""
     assert calls == ["demo", "demo"]
 
 
@@ -66,16 +66,19 @@ def test_a_reload_that_ends_during_a_cancel_hides_no_other(tmp_path: Path, monke
             super().set()
             reloads._pending.remove(first)  # as `look` does on another thread
 
-    first.cancelled = EndsMeanwhile()
+    first = reloads._pending[0] = first._replace(cancelled=EndsMeanwhile())
     reloads.cancel("a")
     assert second.cancelled.is_set()
 
 
 def test_a_pending_that_is_cancelled_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
-    pending = Reload("demo", lambda _: pytest.fail("loaded"), 3600.0, pytest.fail, while_it_serves=False)
-    pending.cancelled.set()
-    assert not pending.is_over
+    reloads = PendingReloads(pytest.fail)
+    reloads.start("demo", lambda _: pytest.fail("loaded"), 3600.0)
+    (pending,) = reloads._pending
+    reloads.cancel()
+    assert pending.cancelled.is_set()
+    assert reloads.look() == ""
 
 
 def test_what_is_told_of_reloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

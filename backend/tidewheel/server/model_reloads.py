@@ -23,51 +23,43 @@ class StubId(NamedTuple):
     start_ticks: int
 
 
-class Reload:
-    """Load of a model, retried on a thread until it succeeds; `is_over` when a new front end serves."""
-
-    def __init__(
-        self, model: str, load: Load, delay_s: float, note: Callable[[str], None], *, while_it_serves: bool
-    ) -> None:
-        self.model = model
-        self.while_it_serves = while_it_serves
-        self.since = time.monotonic()
-        self.cancelled = threading.Event()
-        self._load = load
-        self._delay_s = delay_s
-        self._note = note
-        self._before = front_ends(model)
-        threading.Thread(target=self._run, name=f"reload of {model}", daemon=True).start()
-
-    @property
-    def is_over(self) -> bool:
-        return not front_ends(self.model) <= self._before
-
-    def _run(self) -> None:
-        num_failures = 0
-        while not self.cancelled.wait(self._delay_s):
-            try:
-                self._load(self.model)
-                return
-            except OSError as error:
-                num_failures += 1
-                self._delay_s = RestartPolicy().delay_s(num_failures)
-                if not self.cancelled.is_set():
-                    self._note(f"model {self.model!r} cannot be loaded again, and is tried again: {error}")
+class Reload(NamedTuple):
+    model: str
+    before: set[str]  # front ends at its start: it is over when another serves
+    since: float
+    cancelled: threading.Event
+    while_it_serves: bool
 
 
 class PendingReloads:
+    """Reloads, each retried on a thread until the load succeeds."""
+
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._pending: list[Reload] = []
 
     def start(self, model: str, load: Load, delay_s: float = 0.0, *, while_it_serves: bool = False) -> None:
-        self._pending.append(Reload(model, load, delay_s, self._note, while_it_serves=while_it_serves))
+        reload = Reload(model, front_ends(model), time.monotonic(), threading.Event(), while_it_serves)
+        self._pending.append(reload)
+        name = f"reload of {model}"
+        threading.Thread(target=self._run, args=(reload, load, delay_s), name=name, daemon=True).start()
+
+    def _run(self, reload: Reload, load: Load, delay_s: float) -> None:
+        num_failures = 0
+        while not reload.cancelled.wait(delay_s):
+            try:
+                load(reload.model)
+                return
+            except OSError as error:
+                num_failures += 1
+                delay_s = RestartPolicy().delay_s(num_failures)
+                if not reload.cancelled.is_set():
+                    self._note(f"model {reload.model!r} cannot be loaded again, and is tried again: {error}")
 
     def look(self) -> str:
         """Remove ended reloads. Return a model that waits for its front end; empty: none."""
         self._pending = [reload for reload in self._pending if not reload.cancelled.is_set()]
-        for reload in [reload for reload in self._pending if reload.is_over]:
+        for reload in [reload for reload in self._pending if not front_ends(reload.model) <= reload.before]:
             self._pending.remove(reload)
             self._note(f"model {reload.model!r} is loaded again after {time.monotonic() - reload.since:.1f} s")
         return next((reload.model for reload in self._pending if not reload.while_it_serves), "")

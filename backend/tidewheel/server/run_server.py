@@ -131,6 +131,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 guard=guard,
                 work=work,
                 console=console,
+                load=plan.load if session is None else None,
+                may_give_back=options.is_closed,
             ) as supervisor,
             _model_control(options, supervisor, plan.endpoints),
             _gateway(options, plan.endpoints, supervisor) as gateway,
@@ -286,7 +288,7 @@ class _Server:
             try:
                 if self.supervisor.readiness.state == "starting" and self._wait_ready():
                     self.console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
-                self.supervisor.watch(self._tend, self.plan.load, may_give_back=self.options.is_closed)
+                self.supervisor.watch(self._tend)
             except ServeError as error:
                 if not self.options.restart:
                     raise

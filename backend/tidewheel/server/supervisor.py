@@ -56,6 +56,8 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
     guard: Guard  # outlives the other processes
     work: WorkDir
     console: Console
+    load: Load | None = None  # loads a model again; None: impossible
+    may_give_back: bool = False  # `load` keeps the old front end meanwhile
 
     def __post_init__(self) -> None:
         self.readiness = Readiness("starting", "the server is starting")
@@ -100,13 +102,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         self.readiness = READY
         return True
 
-    def watch(
-        self,
-        is_over: Callable[[], bool],
-        load: Load | None = None,
-        *,
-        may_give_back: bool = False,  # if `load` keeps the old front end meanwhile
-    ) -> None:
+    def watch(self, is_over: Callable[[], bool]) -> None:
         """Watch the processes until a stop or `is_over()`. Raise `ServeError` after a death that needs a restart."""
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
@@ -117,11 +113,11 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
                 continue
             self.guard.keep()
             if (dead := self._stubs.look(self._server.pid)) is not None:
-                self._replace_stub(*dead, load)
+                self._replace_stub(*dead)
             if self._stubs.num_open == 0 and time.monotonic() < self._missed[1]:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
-            if load is not None and may_give_back:
-                self._relief.look(self._stubs.serving, self._reloads, load)
+            if self.load is not None and self.may_give_back:
+                self._relief.look(self._stubs.serving, self._reloads, self.load)
             if model := self._reloads.look():
                 self.readiness = Readiness("reloading", f"{model}: its front end died")
             elif self._stubs.paused:
@@ -230,18 +226,18 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         self._next_look = now + LOOK_S
         return True
 
-    def _replace_stub(self, stub: StubId, mark: PresenceMark | None, load: Load | None) -> None:
+    def _replace_stub(self, stub: StubId, mark: PresenceMark | None) -> None:
         """Load a dead front end's model again. Raise `ServeError` if a full restart loses fewer requests."""
         # Triton lets clients of a dead stub wait until their connections break.
         whose = f" of model {mark.model!r}" if mark is not None else ""
         reason = f"a front end{whose} died (stub process {stub.pid})"
-        if load is None or mark is None or (mark.num_open and mark.num_open >= self._stubs.num_open):
+        if self.load is None or mark is None or (mark.num_open and mark.num_open >= self._stubs.num_open):
             raise ServeError(reason)
         self._stubs.replaced.add(stub)
         if mark.num_open:
             self._missed = (reason, time.monotonic() + MISSED_S)
         self.console.note(f"{reason}; loading the model again")
-        self._reloads.start(mark.model, load, self._count_death(reason, was_serving=True))
+        self._reloads.start(mark.model, self.load, self._count_death(reason, was_serving=True))
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
         now = time.monotonic()

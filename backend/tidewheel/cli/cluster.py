@@ -5,8 +5,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import add_shared_options, gateway_options
+from tidewheel.cli.gateway import add_shared_options
 from tidewheel.cli.serve import default_repository
+from tidewheel.cli.usage import fields_of
 
 if TYPE_CHECKING:
     from tidewheel.cluster.cluster_settings import ClusterSettings
@@ -108,7 +109,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         "scaling_settings": dict(args.scaling_set),
         "api_keys": str(Path(args.api_keys).resolve()) if args.api_keys else "",
     }
-    return ClusterSettings(**(gateway_options(args, ClusterSettings) | others))
+    return ClusterSettings(**(fields_of(args, ClusterSettings) | others))
 
 
 def _numbers(text: str) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from tidewheel.cli.usage import UsageError, fields_of, seconds, whole_number
 from tidewheel.gateway import MAX_BODY_MB
@@ -53,11 +52,6 @@ def _key_file(text: str) -> str:
     return text
 
 
-def gateway_options(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the options that have a value and are parameters of `cls`, by name."""
-    return {name: value for name, value in fields_of(args, cls).items() if value is not None}
-
-
 def run(args: argparse.Namespace) -> int:
     from tidewheel.gateway.gateway_options import Address, StandaloneOptions
     from tidewheel.gateway.run_gateway import serve_gateway
@@ -66,4 +60,4 @@ def run(args: argparse.Namespace) -> int:
         upstreams = tuple(Address.parse(url) for url in args.url or [DEFAULT_UPSTREAM])
     except ValueError as error:
         raise UsageError(f"--url {error}") from None
-    return serve_gateway(StandaloneOptions(upstreams=upstreams, **gateway_options(args, StandaloneOptions)))
+    return serve_gateway(StandaloneOptions(upstreams=upstreams, **fields_of(args, StandaloneOptions)))

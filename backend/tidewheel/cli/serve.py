@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, drain_s, gateway_options, port, workers
+from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, drain_s, port, workers
 from tidewheel.cli.usage import UsageError, fields_of, printable, whole_number
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
     from tidewheel.server.run_server import ServeOptions
 
     _check(args)
-    gateway = StandaloneOptions(workers=args.openai_workers, **gateway_options(args, StandaloneOptions))
+    gateway = StandaloneOptions(workers=args.openai_workers, **fields_of(args, StandaloneOptions))
     is_needed = args.model is None and args.model_repository is None
     others = {
         "model_repository": default_repository() if is_needed else args.model_repository,

@@ -100,8 +100,8 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
 
 
 def fields_of(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the parsed options that are parameters of `cls`, by name."""
-    return {name: value for name, value in vars(args).items() if name in inspect.signature(cls).parameters}
+    """Return the parsed options that have a value and are parameters of `cls`, by name."""
+    return given(args, inspect.signature(cls).parameters.keys() & vars(args).keys())
 
 
 def counted(count: int, what: str) -> str:

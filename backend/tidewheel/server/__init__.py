@@ -11,3 +11,4 @@ class LoadError(ServeError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"model {model!r} cannot be loaded: {reason}")
         self.model = model
+        self.reason = reason  # one line

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, NamedTuple
 
+from tidewheel.server import LoadError
+
 _KEPT_LINES = 400
 _QUOTED_LINES = 8
 _QUOTED_CHARS = 300  # of a line
@@ -43,11 +45,6 @@ class LogLine(NamedTuple):
         return self.level in ("W", "E", "F") and _NOISE.search(self.message) is None
 
 
-class LoadFailure(NamedTuple):
-    model: str
-    reason: str  # one line
-
-
 def parse(text: str) -> LogLine:
     match = _LINE.match(text)
     if match is None:
@@ -55,16 +52,16 @@ def parse(text: str) -> LogLine:
     return LogLine(match["level"], match["message"].replace("\\n", "\n").replace('\\"', '"'))
 
 
-def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
+def load_failure(message: str, syntax_error: str = "") -> LoadError | None:
     if match := _LOAD_FAILED.match(message) or _ENSEMBLE_FAILED.match(message):
         reason = _one_line(match["reason"])
         if other := _OTHER_BACKEND.search(reason):
             advice = "and this server has none: tidewheel migrate makes such an entry ours"
-            return LoadFailure(match["model"], f"its backend is {other['backend']!r}, {advice}")
-        return LoadFailure(match["model"], reason)
+            return LoadError(match["model"], f"its backend is {other['backend']!r}, {advice}")
+        return LoadError(match["model"], reason)
     if match := _POLL_FAILED.match(message):
         detail = f": {syntax_error}" if syntax_error else ""
-        return LoadFailure(match["model"], _one_line(match["reason"]) + detail)
+        return LoadError(match["model"], _one_line(match["reason"]) + detail)
     return None
 
 
@@ -83,7 +80,7 @@ class ServerLog:
         self._syntax_error = ""
         self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
         self.version = ""
-        self.failure: LoadFailure | None = None
+        self.failure: LoadError | None = None
         # Takes a model and its failure, empty if it serves.
         self.on_load: Callable[[str, str], object] = lambda model, failure: None  # noqa: ARG005
 
@@ -131,7 +128,7 @@ class ServerLog:
             self._syntax_error = syntax["detail"]
         elif line.level == "E" and (failure := load_failure(line.message, self._syntax_error)) is not None:
             self.failure = self.failure or failure
-            self.on_load(*failure)
+            self.on_load(failure.model, failure.reason)
         elif loaded := _LOADED.match(line.message):
             self.on_load(loaded["model"], "")
         return line

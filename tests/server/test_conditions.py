@@ -20,7 +20,7 @@ from tidewheel.server import ServeError
 from tidewheel.server.console import Console
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.supervisor import Supervisor
+from tidewheel.server.supervisor import ServerPlan, Supervisor
 from tidewheel.server.workdir import guarded, work_dir
 from tidewheel_process import process_tree
 from tidewheel_process.current_process import StopSignals
@@ -41,8 +41,8 @@ def kill_server(supervisor):
 
 with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, guarded(work.root) as guard:
     start = partial(
-        Supervisor, command=["/bin/sleep", "60"], environment=os.environ, signals=signals, log=ServerLog(),
-        guard=guard, work=work, console=Console(verbose=False),
+        Supervisor, plan=ServerPlan(["/bin/sleep", "60"], os.environ, Endpoints(http=9), {}, ""), signals=signals,
+        log=ServerLog(), guard=guard, work=work, console=Console(verbose=False),
     )
     supervisor = start()
     try:
@@ -60,7 +60,7 @@ with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, guarded(work
         supervisor.wait_ready(lambda: True, lambda: None)
         os.kill(os.getpid(), signal.SIGTERM)
         supervisor.watch(lambda: False)
-        supervisor.drain(0.1, Endpoints(http=9))
+        supervisor.drain(0.1)
         show(supervisor)
 """
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         what = {"model": args.model, "model_name": MODEL, "settings": CHAT_SETTINGS, "endpoints": Endpoints(openai=0)}
         what["gateway"] = StandaloneOptions(playground=True)
-    code = serve(ServeOptions(**what, drain_s=0.0, verbose=args.verbose), session)
+    code = serve(ServeOptions(**what, drain_s=0.0, restart=False, verbose=args.verbose), session)
     if errors:
         raise errors[0]
     return code

@@ -4,11 +4,11 @@ import contextlib
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal
 
 import msgspec
 
@@ -24,7 +24,7 @@ from tidewheel.server.health import HealthMonitor
 from tidewheel.server.model_control import ControlSocket, ModelControl
 from tidewheel.server.model_reloads import Load
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.supervisor import Supervisor
+from tidewheel.server.supervisor import ServerPlan, Supervisor
 from tidewheel.server.tritonserver import GOOD_DESCRIPTORS, MANY_DESCRIPTORS, ClosedApi, ControlMode, TritonInstall
 from tidewheel.server.workdir import WorkDir
 from tidewheel_process.child import Child, StartError
@@ -52,7 +52,7 @@ class ServeOptions:
     endpoints: Endpoints
     gateway: StandaloneOptions = field(default_factory=StandaloneOptions)  # without address and upstreams
     drain_s: float = 30.0
-    restart: bool = True  # after a death, without a session
+    restart: bool = True  # after a death; beside a session, of a front end alone
     model_control: ControlMode = "none"
     open_apis: tuple[ClosedApi, ...] = ()  # `model-repository` with `explicit` alone
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
@@ -124,33 +124,16 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             workdir.ports_file(options.ports_file, plan.endpoints),
             HealthMonitor(plan.endpoints, plan.endpoints.triton.is_live) as health,
             Supervisor(
-                command=plan.command,
-                environment=plan.environment,
-                signals=signals,
-                log=ServerLog(log_file),
-                guard=guard,
-                work=work,
-                console=console,
-                load=plan.load if session is None else None,
-                may_give_back=options.is_closed,
+                plan=plan, signals=signals, log=ServerLog(log_file), guard=guard, work=work, console=console
             ) as supervisor,
-            _model_control(options, supervisor, plan.endpoints),
-            _gateway(options, plan.endpoints, supervisor) as gateway,
+            _model_control(options, supervisor),
+            _gateway(options, supervisor) as gateway,
         ):
             _Server(options, plan, console, supervisor, health, gateway).run(session)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
-class _Plan(NamedTuple):
-    install: TritonInstall
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    endpoints: Endpoints
-    engines: Mapping[str, Path]  # folders by model name
-    load: Load | None  # loads a model again; None: impossible
-
-
-def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:
+def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> ServerPlan:
     try:
         models = _repository(options, work)
         names = repository.entries(models)
@@ -178,7 +161,8 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         if path is None or Path(path).is_relative_to(work.root):
             raise unwritable(work.root.parent, error) from None
         raise ServeError(f"{path} cannot be read: {error.strerror}") from None
-    return _Plan(install, command, environment, endpoints, engines, load if options.restart else None)
+    load = load if options.restart else None
+    return ServerPlan(command, environment, endpoints, engines, install.origin, load, may_give_back=options.is_closed)
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
@@ -212,13 +196,11 @@ def _control(options: ServeOptions, models: Path, endpoints: Endpoints) -> tuple
     return tritonserver.control_flags("none"), None
 
 
-def _model_control(
-    options: ServeOptions, supervisor: Supervisor, endpoints: Endpoints
-) -> contextlib.AbstractContextManager[object]:
+def _model_control(options: ServeOptions, supervisor: Supervisor) -> contextlib.AbstractContextManager[object]:
     if options.model_control != "explicit" or not options.is_closed:
         return contextlib.nullcontext()
-    work = supervisor.work
-    control = ModelControl(options.source(work), work.repository, supervisor, endpoints.triton.serves)
+    work, triton = supervisor.work, supervisor.plan.endpoints.triton
+    control = ModelControl(options.source(work), work.repository, supervisor, triton.serves)
     supervisor.log.on_load = control.note_load
     supervisor.on_restart = control.note_restart
     return ControlSocket(work.control, control.handle)
@@ -232,7 +214,8 @@ def _log_file(path: Path | None) -> contextlib.AbstractContextManager[IO[bytes] 
 
 
 @contextlib.contextmanager
-def _gateway(options: ServeOptions, endpoints: Endpoints, supervisor: Supervisor) -> Iterator[RestartedChild | None]:
+def _gateway(options: ServeOptions, supervisor: Supervisor) -> Iterator[RestartedChild | None]:
+    endpoints = supervisor.plan.endpoints
     if endpoints.openai is None:
         yield None
         return
@@ -256,7 +239,7 @@ def _gateway(options: ServeOptions, endpoints: Endpoints, supervisor: Supervisor
 @dataclass(frozen=True, slots=True)
 class _Server:
     options: ServeOptions
-    plan: _Plan
+    plan: ServerPlan
     console: Console
     supervisor: Supervisor
     health: HealthMonitor
@@ -280,7 +263,7 @@ class _Server:
         if self.supervisor.stop_requested:
             farewell += f": running requests have {self.options.drain_s:g} s to end (Ctrl-C again ends them now)"
         self.console.note(farewell)
-        self.supervisor.drain(self.options.drain_s, self.plan.endpoints)
+        self.supervisor.drain(self.options.drain_s)
 
     def _stay(self) -> None:
         died_at = 0.0
@@ -330,7 +313,7 @@ class _Server:
         infos = {name: status.info for name, status in statuses.items() if status is not None and status.info}
         if warning := version_warning(version, plan.endpoints.host):
             console.note(f"warning: {warning}")
-        console.report(describe_models(version, plan.install.origin, models, infos))
+        console.report(describe_models(version, plan.origin, models, infos))
         if with_endpoints:
             texts = [model for model in models if model.name not in infos or infos[model.name].takes_text]
             console.report(describe_endpoints(plan.endpoints, texts, has_playground=self.options.gateway.playground))

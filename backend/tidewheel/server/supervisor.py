@@ -7,7 +7,9 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from typing import NamedTuple
 
 import psutil
 
@@ -16,9 +18,9 @@ from tidewheel.engine.connection import drain_all
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
-from tidewheel.server import LoadError, ServeError
+from tidewheel.server import ServeError
 from tidewheel.server.console import Console
-from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.endpoints import Endpoints, TritonHttp
 from tidewheel.server.model_reloads import Load, PendingReloads, SharedMemoryRelief, StubId
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.tritonserver import BACKEND, STUB_NAME
@@ -42,6 +44,18 @@ ENGINE_GRACE_S = 5.0
 _READ_BYTES = 1 << 16
 
 
+class ServerPlan(NamedTuple):
+    """Server to run: tritonserver, and what is known of it before it runs."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    endpoints: Endpoints
+    engines: Mapping[str, Path]  # folders by model name
+    origin: str  # of tritonserver, in words
+    load: Load | None = None  # loads a model again; None: impossible
+    may_give_back: bool = False  # `load` keeps the old front end meanwhile
+
+
 @dataclass(kw_only=True, eq=False)
 class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
     """Starter and watcher of tritonserver, front ends and engines; leaving the `with` block ends them.
@@ -49,15 +63,12 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
     Any thread may read `readiness`.
     """
 
-    command: Sequence[str]
-    environment: Mapping[str, str]
+    plan: ServerPlan
     signals: StopSignals
     log: ServerLog
     guard: Guard  # outlives the other processes
     work: WorkDir
     console: Console
-    load: Load | None = None  # loads a model again; None: impossible
-    may_give_back: bool = False  # `load` keeps the old front end meanwhile
 
     def __post_init__(self) -> None:
         self.readiness = Readiness("starting", "the server is starting")
@@ -92,7 +103,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
             if has_ended:
                 self._read_output()
             if self.log.failure is not None:
-                raise LoadError(self.log.failure.model, self.log.failure.reason)
+                raise self.log.failure
             if has_ended:
                 raise ServeError(f"tritonserver ended at its start ({self._server.exit}): {self.log.last_words()}")
             # Triton waits for ever for a stub that dies early.
@@ -116,8 +127,8 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
                 self._replace_stub(*dead)
             if self._stubs.num_open == 0 and time.monotonic() < self._missed[1]:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
-            if self.load is not None and self.may_give_back:
-                self._relief.look(self._stubs.serving, self._reloads, self.load)
+            if self.plan.load is not None and self.plan.may_give_back:
+                self._relief.look(self._stubs.serving, self._reloads, self.plan.load)
             if model := self._reloads.look():
                 self.readiness = Readiness("reloading", f"{model}: its front end died")
             elif self._stubs.paused:
@@ -149,15 +160,15 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         """Cancel reloads of a model that the operator unloaded. Thread-safe."""
         self._reloads.cancel(model)
 
-    def drain(self, limit_s: float, endpoints: Endpoints) -> None:
+    def drain(self, limit_s: float) -> None:
         """Refuse new requests and wait for running ones; after `limit_s`, end them with an error."""
         self._begin_stop()
-        folders = engine_dirs()
+        folders, triton = engine_dirs(), self.plan.endpoints.triton
         end = time.monotonic() + limit_s
         num_left = drain_all(folders, DRAIN_ANSWER_S)  # a silent engine may be in a long step
-        has_others = num_left is None or _has_other_backends(endpoints)
+        has_others = num_left is None or _has_other_backends(triton)
         # An open connection keeps Triton from unloading models, which clients would then read as unknown.
-        with contextlib.nullcontext() if num_left is None else contextlib.closing(endpoints.triton.connect()):
+        with contextlib.nullcontext() if num_left is None else contextlib.closing(triton.connect()):
             self._server.terminate()
             while num_left and time.monotonic() < end and not self.was_forced:
                 if self._wait_server(POLL_S):
@@ -186,7 +197,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
 
     def _start(self) -> Child:
         pipe, merged = subprocess.PIPE, subprocess.STDOUT
-        server = Child(self.command, env=dict(self.environment), stdout=pipe, stderr=merged)
+        server = Child(self.plan.command, env=dict(self.plan.environment), stdout=pipe, stderr=merged)
         os.set_blocking(server.stdout.fileno(), False)
         return server
 
@@ -231,13 +242,13 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         # Triton lets clients of a dead stub wait until their connections break.
         whose = f" of model {mark.model!r}" if mark is not None else ""
         reason = f"a front end{whose} died (stub process {stub.pid})"
-        if self.load is None or mark is None or (mark.num_open and mark.num_open >= self._stubs.num_open):
+        if self.plan.load is None or mark is None or (mark.num_open and mark.num_open >= self._stubs.num_open):
             raise ServeError(reason)
         self._stubs.replaced.add(stub)
         if mark.num_open:
             self._missed = (reason, time.monotonic() + MISSED_S)
         self.console.note(f"{reason}; loading the model again")
-        self._reloads.start(mark.model, self.load, self._count_death(reason, was_serving=True))
+        self._reloads.start(mark.model, self.plan.load, self._count_death(reason, was_serving=True))
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
         now = time.monotonic()
@@ -309,9 +320,9 @@ def _stubs(server_pid: int) -> dict[StubId, str]:
     return found
 
 
-def _has_other_backends(endpoints: Endpoints) -> bool:
+def _has_other_backends(triton: TritonHttp) -> bool:
     try:
-        models = endpoints.triton.models()
+        models = triton.models()
     except OSError:
         return True
     return any(model.backend != BACKEND for model in models)

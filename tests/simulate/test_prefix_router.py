@@ -110,7 +110,7 @@ def test_requests_that_end_at_once_move_no_session() -> None:
     ending = [routed for routed in routed_requests[64:] if routed.replica != home]
     for routed in ending[:30]:
         router.ended(routed)
-    assert router.open_of(home) == 16 > load_bound(router.total_open, 4)
+    assert router.num_open[router.slots[home]] == 16 > load_bound(router.total_open, 4)
     assert router.choose(RouteRequest(session="s")) == home
     for _ in range(100):
         serve(router, prompt())

@@ -61,7 +61,7 @@ def test_a_flight_that_ends_after_its_replica_left_and_came_back_counts_nothing(
     for routed in routed_requests:
         router.started(routed, 0)
         router.ended(routed)
-    assert router.open_of(0) == 0 and router.total_open == 0
+    assert router.num_open[router.slots[0]] == 0 and router.total_open == 0
     assert not router.running.any() and not router.total_waiting.any()
 
 

@@ -109,7 +109,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.most_open = max(self.most_open, loads.total_open)
         assert 0 <= loads.usual_open <= self.most_open
         for name in self.present:
-            assert loads.open_of(name) == counts[name]
+            assert loads.num_open[loads.slots[name]] == counts[name]
             for priority in Priority:
                 assert loads.waiting[priority - 1, loads.slots[name]] == self.ahead(name, priority)
         for priority in Priority:

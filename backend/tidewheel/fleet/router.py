@@ -95,7 +95,11 @@ class Router(Generic[T]):
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
         """Return a replica, or None if all are excluded. Does not count the request."""
-        return self.least_open(excluded)
+        if not self.slots:
+            return None
+        num_open = self.open_without(excluded)
+        slot = int(num_open.argmin())
+        return self.names[slot] if np.isfinite(num_open[slot]) else None
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
         """Count a request at the replica to which it was sent."""
@@ -123,9 +127,6 @@ class Router(Generic[T]):
             self._wait(slot, routed.request.priority, -routed.waiting_tokens)
         self._learn(routed, slot, num_cached_tokens)
 
-    def open_of(self, replica: T) -> float:
-        return float(self.num_open[self.slots[replica]])
-
     def open_without(self, excluded: Collection[T]) -> Float64Array:
         """Return open requests by slot, infinite for excluded replicas."""
         if not excluded:
@@ -135,13 +136,6 @@ class Router(Generic[T]):
             if (slot := self.slots.get(replica)) is not None:
                 num_open[slot] = math.inf
         return num_open
-
-    def least_open(self, excluded: Collection[T]) -> T | None:
-        if not self.slots:
-            return None
-        num_open = self.open_without(excluded)
-        slot = int(num_open.argmin())
-        return self.names[slot] if np.isfinite(num_open[slot]) else None
 
     def count(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> RoutedRequest[T]:
         slot = self.slots[replica]

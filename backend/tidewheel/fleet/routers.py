@@ -85,7 +85,7 @@ class SessionAffinityRouter(Router[T]):
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
         if not request.session:
-            return self.least_open(excluded)
+            return super().choose(request, excluded)
         num_open = self.open_without(excluded)
         slot = self._ring.first(request.session, lambda slots: np.isfinite(num_open[slots]))
         return None if slot is None else self.names[slot]

@@ -62,14 +62,14 @@ def migrate(path: Path, model: str = "") -> Migration:
         raise ConfigError(
             f"--model is for one model, and {path} has {len(vllm) + len(parts)}: migrate each by itself"
         )
-    done = [_from_vllm(entry, model) for entry in vllm] + [_from_trtllm(one, model) for one in parts]
+    migration = Migration([], [], [])
+    for entry in vllm:
+        _add_vllm(migration, entry, model)
+    for one in parts:
+        _add_trtllm(migration, one, model)
     replaced = {entry.name for entry in vllm} | {part.name for one in parts for part in one.all}
-    kept = [NewEntry(entry.name, {}, entry.folder) for entry in entries if entry.name not in replaced]
-    return Migration(
-        [new for one in done for new in one.entries] + kept,
-        [loss for one in done for loss in one.lost],
-        [finding for one in done for finding in one.unknown],
-    )
+    migration.entries.extend(NewEntry(one.name, {}, one.folder) for one in entries if one.name not in replaced)
+    return migration
 
 
 def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
@@ -103,7 +103,7 @@ def _write_files(entry: NewEntry, folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def _from_vllm(original: Entry, model: str) -> Migration:
+def _add_vllm(migration: Migration, original: Entry, model: str) -> None:
     if not original.model_json:
         raise ConfigError(
             f"{original.json_path} is missing, empty or no JSON: the vLLM backend has its settings there"
@@ -115,16 +115,16 @@ def _from_vllm(original: Entry, model: str) -> Migration:
         entry = replace(entry, model_json={**entry.model_json, "model": resolve_model(model)})
     adapters = original.json_path.with_name(LORA_NAME)
     no_lora = error("", "LoRA is not offered: serve merged weights", file=adapters)
-    lost = list(located(original, "settings", [no_lora] if adapters.is_file() else []))
+    migration.lost.extend(located(original, "settings", [no_lora] if adapters.is_file() else []))
     while (refused := next(_refused(entry), None)) is not None:
         rule, problem = refused
-        lost += located(original, rule, [problem])
+        migration.lost.extend(located(original, rule, [problem]))
         entry = _without(entry, problem)
     problems = [problem for problem in judge_settings(entry).problems if is_unknown_setting(problem)]
-    unknown = list(located(original, "settings", problems))
+    migration.unknown.extend(located(original, "settings", problems))
     settings = f"{json.dumps(entry.model_json, indent=4)}\n"
     files = {CONFIG_NAME: entry.text, str(entry.json_path.relative_to(entry.folder)): settings}
-    return Migration([NewEntry(entry.name, files, entry.folder, (LORA_NAME,))], lost, unknown)
+    migration.entries.append(NewEntry(entry.name, files, entry.folder, (LORA_NAME,)))
 
 
 def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
@@ -204,7 +204,7 @@ def _value(entry: Entry, name: str, default: str = "") -> str:
     return default if not value or value.startswith("${") else value
 
 
-def _from_trtllm(parts: TrtllmModel, model: str) -> Migration:
+def _add_trtllm(migration: Migration, parts: TrtllmModel, model: str) -> None:
     if not model:
         tokenizer = next((text for part in parts.all if (text := _value(part, "tokenizer_dir"))), "")
         hint = f"; the tokenizer was in {tokenizer!r}" if tokenizer else ""
@@ -213,21 +213,17 @@ def _from_trtllm(parts: TrtllmModel, model: str) -> Migration:
             f"it was made of with --model{hint}"
         )
     settings: dict[str, str] = {"model": resolve_model(model), "io_dialect": "trtllm"}
-    lost: list[Finding] = []
-    unknown: list[Finding] = []
     for part in parts.all:
         for finding in located(part, "settings", _keep(part, settings)):
-            (unknown if finding.severity == "error" else lost).append(finding)
-    lost += located(parts.engine, "native-queue", _keep_queue(parts.engine, settings))
+            (migration.unknown if finding.severity == "error" else migration.lost).append(finding)
+    migration.lost.extend(located(parts.engine, "native-queue", _keep_queue(parts.engine, settings)))
     decoupled = bool(parts.engine.config.model_transaction_policy.decoupled)
     first, *others = parts.faces or [parts.engine]
     twin = {"engine_of": first.name, "io_dialect": "trtllm"}
-    new = []
     for face, parameters in ((first, settings), *((face, twin) for face in others)):
         text = entry_text(parameters, decoupled=decoupled) + _declarations(face)
-        new.append(NewEntry(face.name, {CONFIG_NAME: text}))
-        lost += located(face, "tensors", _lost_inputs(face))
-    return Migration(new, lost, unknown)
+        migration.entries.append(NewEntry(face.name, {CONFIG_NAME: text}))
+        migration.lost.extend(located(face, "tensors", _lost_inputs(face)))
 
 
 def _declarations(face: Entry) -> str:

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for finding in mended:
             if finding.edit is not None:
-                print(printable(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}"))
+                print(printable(f"{finding.place}: fixed: {finding.edit.old} is now {finding.edit.new}"))
         for finding in report.findings if args.fix else ():
             _print_finding(finding)
         for name, implementation in report.models.items():
@@ -70,9 +70,4 @@ def _row(finding: Finding) -> dict[str, object]:
 
 
 def _print_finding(finding: Finding) -> None:
-    print(printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]"), flush=True)
-
-
-def where(finding: Finding) -> str:
-    place = (finding.line, finding.column)
-    return ":".join([finding.file, *(str(number) for number in place if number is not None)])
+    print(printable(f"{finding.place}: {finding.severity}: {finding.message} [{finding.rule}]"), flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidewheel.cli.check import where
 from tidewheel.cli.usage import printable
 
 SUFFIX = "_tidewheel"
@@ -35,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or source.with_name(source.name + SUFFIX)
     written = write_in_place(migration.entries) if args.in_place else write(migration.entries, out)
     for lost in migration.lost:
-        print(printable(f"{where(lost)}: changed: {lost.message}"))
+        print(printable(f"{lost.place}: changed: {lost.message}"))
     for finding in migration.unknown:
-        text = f"{where(finding)}: error: {finding.message}; it stays, and stops the load until you mend it"
+        text = f"{finding.place}: error: {finding.message}; it stays, and stops the load until you mend it"
         print(printable(text))
     for folder in written:
         print(f"wrote {folder}")

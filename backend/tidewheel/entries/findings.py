@@ -48,6 +48,11 @@ class Finding(NamedTuple):
     message: str
     edit: Edit | None = None  # mends the problem
 
+    @property
+    def place(self) -> str:
+        """File, and line and column if known, as compilers write them."""
+        return ":".join([self.file, *(str(number) for number in (self.line, self.column) if number is not None)])
+
 
 def mend(findings: Iterable[Finding]) -> list[Finding]:
     """Apply the edits to the files; return the findings that had an edit."""

@@ -69,10 +69,10 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
     add("--no-restart", dest="restart", action="store_false", help=text)
     apis = ("shared-memory", "trace", "logging", "model-repository")
     text = "open one of Triton's APIs that are closed otherwise (repeatable). All that reach it may then do harm"
-    add("--open-api", action="append", choices=apis, default=[], help=f"{text}: docs/proxy.md")
+    add("--open-api", dest="open_apis", action="append", choices=apis, default=[], help=f"{text}: docs/proxy.md")
     add("--tritonserver", metavar="PATH", help="the tritonserver to run (default: the first one found)")
     text = "one more argument for tritonserver, as --triton-arg=--log-verbose=1 (repeatable)"
-    add("--triton-arg", action="append", default=[], metavar="ARG", help=text)
+    add("--triton-arg", dest="triton_arguments", action="append", default=[], metavar="ARG", help=text)
     text = "write all that tritonserver and its stubs print to FILE"
     add("--log-file", type=Path, metavar="FILE", help=text)
     text = "record scheduling decisions of --model in DIR, for tidewheel simulate; no text, no tokens"
@@ -95,13 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_mistakes(entry: Path) -> None:
-    from tidewheel.cli.check import where
     from tidewheel.entries.checking import check
     from tidewheel.errors import ConfigError
 
     with contextlib.suppress(ConfigError):  # it is no entry by now
         if errors := [found for found in check(entry).findings if found.severity == "error"]:
-            lines = (printable(f"  {where(found)}: {found.message}") for found in errors)
+            lines = (printable(f"  {found.place}: {found.message}") for found in errors)
             print(f"tidewheel: tidewheel check {shlex.quote(str(entry))} finds:", *lines, sep="\n", file=sys.stderr)
 
 
@@ -119,8 +118,6 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         "endpoints": Endpoints(**fields_of(args, Endpoints)),
         "gateway": gateway,
         "model_control": args.model_control or ("none" if args.repository_poll_s is None else "poll"),
-        "open_apis": tuple(args.open_api),
-        "triton_arguments": tuple(args.triton_arg),
     }
     return ServeOptions(**(fields_of(args, ServeOptions) | others))
 
@@ -146,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--set and --model-name go with --model; settings of a repository stand in its config.pbtxt")
     if args.repository_poll_s is not None and args.model_control not in (None, "poll"):
         raise UsageError(f"--repository-poll-s goes with --model-control poll, not with {args.model_control}")
-    if "model-repository" in args.open_api and args.model_control != "explicit":
+    if "model-repository" in args.open_apis and args.model_control != "explicit":
         raise UsageError("--open-api model-repository goes with --model-control explicit: else Triton loads nothing")
 
 

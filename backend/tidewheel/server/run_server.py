@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,10 +54,10 @@ class ServeOptions:
     drain_s: float = 30.0
     restart: bool = True  # after a death; beside a session, of a front end alone
     model_control: ControlMode = "none"
-    open_apis: tuple[ClosedApi, ...] = ()  # `model-repository` with `explicit` alone
+    open_apis: Sequence[ClosedApi] = ()  # `model-repository` with `explicit` alone
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
     tritonserver: str | None = None
-    triton_arguments: tuple[str, ...] = ()
+    triton_arguments: Sequence[str] = ()
     log_file: Path | None = None
     ports_file: Path | None = None
     end_with_stdin: bool = False

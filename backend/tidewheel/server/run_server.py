@@ -286,11 +286,8 @@ class _Server:
         return False
 
     def _wait_ready(self) -> bool:
-        progress = LoadProgress(self.plan.engines)
-        try:
+        with contextlib.closing(LoadProgress(self.plan.engines)) as progress:
             return self.supervisor.wait_ready(self.plan.endpoints.triton.is_ready, progress.update)
-        finally:
-            progress.close()
 
     def _wait_gateway(self) -> None:
         if self.gateway is None:

@@ -18,7 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
-from tidewheel.frontend.coercion import parse_json, show, to_text
+from tidewheel.frontend.coercion import expect, parse_json, show, to_text
+from tidewheel.parameters import check_count
 from tidewheel.regular_files import read_object, read_text
 
 MAX_MESSAGES = 4096
@@ -78,17 +79,10 @@ def parse_conversation(data: str | bytes) -> Conversation:
 def _list(name: str, value: object, limit: int, read: _EntryReader) -> list[dict[str, Any]]:
     if value is None:
         return []
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be a list")
-    if len(value) > limit:
-        raise InvalidRequest(f"{name} has {len(value)} entries: at most {limit} are allowed")
-    return [read(f"{name}[{index}]", _object(f"{name}[{index}]", item)) for index, item in enumerate(value)]
-
-
-def _object(name: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be an object")
-    return value
+    items = expect(name, value, list, "a list")
+    check_count(name, len(items), limit)
+    named = ((f"{name}[{index}]", item) for index, item in enumerate(items))
+    return [read(path, expect(path, item, dict, "an object")) for path, item in named]
 
 
 def _message(name: str, message: dict[str, Any]) -> ChatMessage:
@@ -129,7 +123,7 @@ def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"{name}.function.arguments")
-    arguments = _object(f"{name}.function.arguments", arguments)
+    arguments = expect(f"{name}.function.arguments", arguments, dict, "an object")
     call_id = {"id": to_text(f"{name}.id", call["id"])} if call.get("id") is not None else {}
     return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -139,7 +133,7 @@ def _tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
     if function.get("description") is not None:
         to_text(f"{name}.function.description", function["description"])
     if function.get("parameters") is not None:
-        _object(f"{name}.function.parameters", function["parameters"])
+        expect(f"{name}.function.parameters", function["parameters"], dict, "an object")
     if function.get("strict") not in (None, False):
         problem = f"{name}.function.strict is {show(function['strict'])}"
         raise Unsupported(f"{problem}: it is not offered for calls that the model chooses; leave it out")
@@ -150,7 +144,7 @@ def _tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
 def _function(name: str, given: dict[str, Any], keys: frozenset[str], outer: frozenset[str]) -> dict[str, Any]:
     if given.get("type", "function") != "function":
         raise Unsupported(f"{name}.type is {show(given['type'])}: only functions are offered")
-    function = _object(f"{name}.function", given.get("function"))
+    function = expect(f"{name}.function", given.get("function"), dict, "an object")
     unknown = [f"{name}.{key}" for key in given.keys() - outer]
     unknown += [f"{name}.function.{key}" for key in function.keys() - keys]
     if unknown:
@@ -165,9 +159,8 @@ def _function(name: str, given: dict[str, Any], keys: frozenset[str], outer: fro
 def _options(value: object) -> dict[str, str | bool | int | float]:
     if value is None:
         return {}
-    options = _object("chat_template_kwargs", value)
-    if len(options) > MAX_OPTIONS:
-        raise InvalidRequest(f"chat_template_kwargs has {len(options)} entries: at most {MAX_OPTIONS} are allowed")
+    options = expect("chat_template_kwargs", value, dict, "an object")
+    check_count("chat_template_kwargs", len(options), MAX_OPTIONS)
     for key, option in options.items():
         if not _OPTION.fullmatch(key) or key in _RESERVED or key.endswith("_token"):
             raise InvalidRequest(f"chat_template_kwargs has the key {show(key)}, which no request may set")

@@ -11,11 +11,13 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.settings import BOOLEANS
 
 Coercion = Callable[[str, object], object]
+_KindT = TypeVar("_KindT")
 INPUT_TENSOR = "input tensor"  # origin of parameters
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")  # longest in use: 2**64 - 1
@@ -39,6 +41,13 @@ def show(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _INTEGER_LIMIT:
         return f"an integer of {value.bit_length()} bits"
     return _shortened.repr(value)
+
+
+def expect(name: str, value: object, kind: type[_KindT], wanted: str) -> _KindT:
+    """Return the value. Raise `InvalidRequest` that says what is wanted if it is not of this type."""
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be {wanted}")
+    return value
 
 
 def parse_json(text: str | bytes, name: str) -> object:
@@ -122,10 +131,8 @@ def to_ints(name: str, value: object) -> tuple[int, ...]:
 
 
 def to_bias(name: str, value: object) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be an object of token id to bias")
     bias: dict[int, float] = {}
-    for key, amount in value.items():
+    for key, amount in expect(name, value, dict, "an object of token id to bias").items():
         token_id = to_int(f"{name} token id", key)
         if token_id in bias:
             raise InvalidRequest(f"{name} has the token id {token_id} twice")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from tidewheel.errors import InvalidRequest, Unsupported
-from tidewheel.frontend.coercion import ParameterSource, parse_json, show, to_bool, to_text
+from tidewheel.frontend.coercion import ParameterSource, expect, parse_json, show, to_bool, to_text
 from tidewheel.grammar import Grammar, check_options
 
 _FLAT = "guided_"
@@ -88,9 +88,7 @@ def _object(name: str, value: object) -> Mapping[str, object]:
         value = parse_json(value, name)
     if _is_off(value):
         return {}
-    if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be an object")
-    return value
+    return expect(name, value, dict, "an object")
 
 
 def _make(kind: str, name: str, value: object, whitespace: Mapping[str, object]) -> Grammar | None:

@@ -14,7 +14,7 @@ from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.config import setting_names
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend import coercion
-from tidewheel.frontend.coercion import INPUT_TENSOR, Coercion, ParameterSource, show
+from tidewheel.frontend.coercion import INPUT_TENSOR, Coercion, ParameterSource, expect, show
 from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, find_grammar
 from tidewheel.frontend.output import Generation
 from tidewheel.grammar import Grammar
@@ -201,7 +201,8 @@ def with_token_biases(
     for source in sources:
         others = {name: value for name, value in source.values.items() if name not in (WORDS, WEIGHTS)}
         replaced.append(ParameterSource(origin=source.origin, values=others))
-        words, weights = (_items(name, source.values.get(name)) for name in (WORDS, WEIGHTS))
+        given = ((name, source.values.get(name)) for name in (WORDS, WEIGHTS))
+        words, weights = ([] if value is None else expect(name, value, list, "a list") for name, value in given)
         if len(words) != len(weights):
             counts = f"{WORDS} has {len(words)} entries and {WEIGHTS} {len(weights)}"
             raise InvalidRequest(f"{counts}: give one weight a word")
@@ -212,12 +213,6 @@ def with_token_biases(
         if bias:
             replaced.append(ParameterSource(origin=WORDS, values={"logit_bias": bias}))
     return tuple(replaced)
-
-
-def _items(name: str, value: object) -> list[object]:
-    if not isinstance(value, list | None):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be a list")
-    return value or []
 
 
 def _collect(sources: Sequence[ParameterSource]) -> dict[str, _GivenValue]:

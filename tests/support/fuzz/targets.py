@@ -95,7 +95,7 @@ def _read(request: InferenceRequest) -> None:
 
     settings = FrontendSettings()
     read, _ = read_request(request, settings, decoupled=True, max_prompt_bytes=MAX_PROMPT_BYTES, arrival_ns=1)
-    _reader().read(1, read, 1)
+    _reader().read(1, read)
 
 
 def sampling_parameters(data: bytes) -> None:

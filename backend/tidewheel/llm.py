@@ -236,10 +236,7 @@ class LLM(AbstractContextManager["LLM"]):
         prompt, index = found
         if request.finish_reason is not None:
             del self._open[request.request_id]
-            delta = Delta.last(0, index, request, token_ids, logprobs)
-        else:
-            delta = Delta(0, token_ids, logprobs=None if logprobs is None else [logprobs], index=index)
-        if prompt.outputs.push([delta]):
+        if prompt.outputs.push([Delta.of(0, index, request, token_ids, logprobs)]):
             self._open_core().cancel(request.request_id, FinishReason.STOP)
 
 

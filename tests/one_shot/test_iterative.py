@@ -16,7 +16,7 @@ from tidewheel.batch import StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.messages import AddRequest, Delta, with_preview
+from tidewheel.engine.messages import AddRequest, Delta
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import DeadlineExceeded, InvalidRequest, ModelFailed, NumericError, TidewheelError
 from tidewheel.frontend.coercion import ParameterSource
@@ -109,9 +109,9 @@ class Engine:
     def _deliver(self, outputs: StepOutputs) -> None:
         for request in outputs.requests:
             if request.finish_reason is None:
-                self._push(request, with_preview(Delta(7, [0]), request))
+                self._push(request, Delta.of(7, 0, request, [0]))
         for request in outputs.finished:
-            delta = Delta.last(7, 0, request, [0] * (request in outputs.requests))
+            delta = Delta.of(7, 0, request, [0] * (request in outputs.requests))
             self.ended[request.request_id] = request
             self.errors[request.request_id] = None if delta.error is None else delta.error.to_error()
             self._push(request, delta)

@@ -204,9 +204,9 @@ def test_a_bad_neighbour_and_its_error(make: Callable[..., Engine]) -> None:
     tags = {name: request.error and request.error.tag for name, request in engine.ended.items()}
     assert tags == {"good": None, "bad": "TW-MODEL", "nan": "TW-NUMERIC"}
     assert isinstance(engine.ended["bad"].error, ModelFailed)
-    delta = Delta.last(7, 0, engine.ended["good"], [0])
+    delta = Delta.of(7, 0, engine.ended["good"], [0])
     assert delta.outputs is not None and delta.outputs.arrays["n"].tolist() == [1]
-    assert Delta.last(7, 0, engine.ended["bad"], []).error is not None
+    assert Delta.of(7, 0, engine.ended["bad"], []).error is not None
 
 
 def test_estimates_learn_seconds_by_items(make: Callable[..., Engine]) -> None:

@@ -123,7 +123,8 @@ class FrontEnds:
 
     def end(self, front_end: FrontEnd, key: int, reason: FinishReason, error: TidewheelError | None = None) -> None:
         """Queue a final delta for a key without open sequences, such as a refused request's."""
-        front_end.unsent.append(messages.Delta.whole(key, reason, error))
+        sent = None if error is None else messages.ErrorInfo.of(error)
+        front_end.unsent.append(messages.Delta(key, [], reason.value, sent, index=messages.WHOLE_REQUEST))
 
     def forget(self, front_end: FrontEnd, key: int) -> list[str]:
         """Forget a request; return the ids of its unfinished sequences."""
@@ -136,7 +137,7 @@ class FrontEnds:
         if outputs.requests:
             self._deliver_tokens(outputs)
         for request in outputs.finished:
-            self._finish(request, [])
+            self._deliver_delta(request, [])
 
     def _deliver_tokens(self, outputs: StepOutputs) -> None:
         if outputs.requests is not self._layout.requests:
@@ -148,8 +149,9 @@ class FrontEnds:
                 positions, keys = positions[goes_on], keys[goes_on]
             front_end.unsent_tokens.append(messages.NewTokens.of(keys, outputs.token_ids[positions]))
             front_end.num_unsent += len(keys)
+        logprobs = outputs.logprobs or {}
         for index in sorted({*self._layout.others, *ended}):
-            self._deliver_delta(outputs, index)
+            self._deliver_delta(outputs.requests[index], [int(outputs.token_ids[index])], logprobs.get(index))
 
     def _lay_out(self, requests: list[Request]) -> _Layout:
         columns: dict[bytes, tuple[FrontEnd, list[int], list[int]]] = {}
@@ -168,25 +170,17 @@ class FrontEnds:
         arrays = [(to, np.array(at, np.intp), np.array(keys, np.int64)) for to, at, keys in columns.values()]
         return _Layout(requests, arrays, others)
 
-    def _deliver_delta(self, outputs: StepOutputs, index: int) -> None:
-        request, token_ids = outputs.requests[index], [int(outputs.token_ids[index])]
-        logprobs = outputs.logprobs.get(index) if outputs.logprobs else None
-        if request.finish_reason is not None:
-            self._finish(request, token_ids, logprobs)
-        elif route := self._routes.get(request.request_id):
-            wire, prompt = None if logprobs is None else [logprobs], messages.unsent_prompt_logprobs(request)
-            delta = messages.Delta(route.key, token_ids, "", None, wire, None, route.sequence, prompt)
-            route.front_end.unsent.append(messages.with_preview(delta, request))
-
-    def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
-        route = self._routes.pop(request.request_id, None)
+    def _deliver_delta(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
+        route = self._routes.get(request.request_id)
         if route is None:
             return
-        siblings = route.front_end.request_ids[route.key]
-        del siblings[route.sequence]
-        if not siblings:
-            del route.front_end.request_ids[route.key]
-        route.front_end.unsent.append(messages.Delta.last(route.key, route.sequence, request, token_ids, logprobs))
+        if request.finish_reason is not None:
+            del self._routes[request.request_id]
+            siblings = route.front_end.request_ids[route.key]
+            del siblings[route.sequence]
+            if not siblings:
+                del route.front_end.request_ids[route.key]
+        route.front_end.unsent.append(messages.Delta.of(route.key, route.sequence, request, token_ids, logprobs))
 
     def run(self, request_ids: Iterable[str]) -> None:
         """Queue orders to run requests in their front ends."""

@@ -224,7 +224,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-def unsent_prompt_logprobs(request: Request) -> list[TopLogprobs] | None:
+def _unsent_prompt_logprobs(request: Request) -> list[TopLogprobs] | None:
     """Return the prompt's log-probabilities at the first call, then None."""
     if request.has_sent_prompt or request.leader is not None or request.sampling.prompt_logprobs is None:
         return None
@@ -245,45 +245,33 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     outputs: PackedTensors | None = None  # of a request without text: at the end, and previews
 
     @classmethod
-    def last(
+    def of(
         cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
     ) -> Delta:
-        error, outputs = request.error, None
+        """Return new tokens of a sequence with its result, or, if shared memory has room, with a preview."""
+        is_last = request.finish_reason is not None
         if request.finish_reason is FinishReason.DEADLINE and request.progress is not None:
             request.outputs = request.progress.deadline_outputs()
+        error, arrays, outputs = request.error if is_last else None, request.outputs, None
+        request.outputs = None
         try:
-            outputs = None if request.outputs is None else PackedTensors.of(request.outputs, is_result=True)
+            outputs = None if arrays is None else PackedTensors.of(arrays, is_result=True)
         except Busy as full:
-            error = full
+            error = full if is_last else None
         if error is None and request.finish_reason is FinishReason.ERROR:
             error = InternalError("the request ended with an error that left no message")
         return cls(
             key,
             token_ids,
-            finish_reason=str(request.finish_reason),
+            finish_reason=str(request.finish_reason or ""),
             error=None if error is None else ErrorInfo.of(error),
             logprobs=None if logprobs is None else [logprobs],
-            stats=RequestStats.of(request),
+            stats=RequestStats.of(request) if is_last else None,
             index=index,
-            prompt_logprobs=unsent_prompt_logprobs(request),
-            pooled=b"" if request.pooled is None else request.pooled.astype("<f4").tobytes(),
+            prompt_logprobs=_unsent_prompt_logprobs(request),
+            pooled=b"" if request.pooled is None or not is_last else request.pooled.astype("<f4").tobytes(),
             outputs=outputs,
         )
-
-    @classmethod
-    def whole(cls, key: int, reason: FinishReason, error: TidewheelError | None = None) -> Delta:
-        return cls(key, [], reason.value, None if error is None else ErrorInfo.of(error), index=WHOLE_REQUEST)
-
-
-def with_preview(delta: Delta, request: Request) -> Delta:
-    """Return the delta with the request's preview, if there is one and shared memory has room for it."""
-    preview, request.outputs = request.outputs, None
-    if preview is None:
-        return delta
-    try:
-        return msgspec.structs.replace(delta, outputs=PackedTensors.of(preview, is_result=True))
-    except Busy:
-        return delta
 
 
 class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -44,6 +44,7 @@ class AdmissionControl:
     def __init__(self, state: SchedulerState, estimate: ServiceEstimate) -> None:
         self._state = state
         self._estimate = estimate
+        state.observe_end = self._observe_end
         self._last_start: float | None = None
         self._start_interval: float | None = None
         self._tenants = TenantTable(state.config.tenants)
@@ -101,7 +102,6 @@ class AdmissionControl:
             newcomer.was_over_quota = over_quota
             state.stats.num_downgraded_quota += over_quota and service_class is not newcomer.priority
         state.wait(list(requests))
-        self.observe_ends(evicted, now)
         return evicted
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
@@ -127,28 +127,27 @@ class AdmissionControl:
             self._last_start = now
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
-    def observe_ends(self, requests: list[Request], now: float) -> None:
-        """Learn from ended requests. Only STOP and LENGTH train the length predictor."""
-        for request in requests:
-            self._tenants.settle(request, now)
-            figures, reason = self._figures(request.tenant), request.finish_reason
-            is_refusal = isinstance(request.error, Busy | DeadlineExceeded)
-            if request.first_scheduled_time is not None:
-                figures.num_prompt_tokens += request.num_prompt_tokens
-                figures.num_output_tokens += request.num_output_tokens
-            elif is_refusal:
-                figures.num_rejected += 1
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                if not request.bucket:
-                    self._state.predictor.observe(
-                        request.tenant,
-                        request.num_prompt_tokens,
-                        request.num_output_tokens,
-                        request.predicted_output_tokens,
-                    )
-                self.breaker.observe_end(False, now)
-            elif reason is FinishReason.ERROR and not is_refusal:
-                self.breaker.observe_end(True, now)
+    def _observe_end(self, request: Request, now: float) -> None:
+        """Learn from an ended request. Only STOP and LENGTH train the length predictor."""
+        self._tenants.settle(request, now)
+        figures, reason = self._figures(request.tenant), request.finish_reason
+        is_refusal = isinstance(request.error, Busy | DeadlineExceeded)
+        if request.first_scheduled_time is not None:
+            figures.num_prompt_tokens += request.num_prompt_tokens
+            figures.num_output_tokens += request.num_output_tokens
+        elif is_refusal:
+            figures.num_rejected += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if not request.bucket:
+                self._state.predictor.observe(
+                    request.tenant,
+                    request.num_prompt_tokens,
+                    request.num_output_tokens,
+                    request.predicted_output_tokens,
+                )
+            self.breaker.observe_end(False, now)
+        elif reason is FinishReason.ERROR and not is_refusal:
+            self.breaker.observe_end(True, now)
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
         request, count = requests[0], len(requests)

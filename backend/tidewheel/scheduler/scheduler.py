@@ -77,7 +77,6 @@ class Scheduler:
         if request is not None:
             request.error = error
             self._state.end(request, reason, self._now)
-            self.admission.observe_ends([request], self._now)
         return request
 
     def expire(self, now: float) -> list[Request]:
@@ -96,8 +95,6 @@ class Scheduler:
             state.end(request, reason, now)
             state.stats.num_expired += 1
             expired.append(request)
-        if expired:
-            self.admission.observe_ends(expired, now)
         return expired
 
     def close_session(self, tenant: str, session_id: str) -> None:
@@ -113,7 +110,6 @@ class Scheduler:
         for request in failed:
             request.error = error
             state.end(request, FinishReason.ERROR, self._now, keep_cached=False)
-        self.admission.observe_ends(failed, self._now)
         return failed
 
     def best_class(self) -> int:
@@ -170,8 +166,6 @@ class Scheduler:
         state.last_applied = batch.step_id
         state.kv.transfers.done(batch.step_id)
         outputs = _commit_step(state, batch, step, sampled, now)
-        if outputs.finished:
-            self.admission.observe_ends(outputs.finished, now)
         self._control.observe_step(step, batch, now)
         return outputs
 

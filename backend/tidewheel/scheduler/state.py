@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tidewheel.errors import require
@@ -51,6 +52,7 @@ class SchedulerState:
         self.deadlines = EventHeap[Request](_is_unfinished)
         self._soft_deadlines = EventHeap[Request](_is_unfinished)
         self.virtual_counters: VirtualCounters | None = None
+        self.observe_end: Callable[[Request, float], None] = lambda _, __: None  # set by admission
         self.blocked: BlockedRequest | None = None
         self.last_applied = -1
         self.leaders: dict[str, Request] = {}  # running, with followers
@@ -238,6 +240,7 @@ class SchedulerState:
         request.lift_time = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        self.observe_end(request, now)
 
     def release_followers(self, now: float) -> None:
         """Queue followers whose leader has computed all but the prompt's last token."""

@@ -115,14 +115,12 @@ class WaitingSet:
             self._lanes[name] = TenantQueues(SortedQueue(), SortedQueue())
             if self._counters is not None:
                 self._counters.activate(name)
-        if self._insert(self._lanes[name], request):
-            self.count(request, 1 + len(request.followers))
+        self._insert(self._lanes[name], request)
 
     def remove(self, request: Request) -> None:
         name = self._lane_of(request)
         lane = self._lanes[name]
-        if self._take(lane, request):
-            self.count(request, -1 - len(request.followers))
+        self._take(lane, request)
         if not lane.new and not lane.returning:
             del self._lanes[name]
             if self._counters is not None:
@@ -143,10 +141,7 @@ class WaitingSet:
 
     def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
         lane = self._lanes[self._lane_of(request)]
-        is_new = self._take(lane, request)
-        num_tokens = (1 + len(request.followers)) * request.num_tokens if is_new else 0
-        self._new_tokens[request.service_class] -= num_tokens
-        self._new_tokens[service_class] += num_tokens
+        self._take(lane, request)
         request.service_class = service_class
         request.rank = rank_of(self._policy, request, is_overdue=is_overdue)
         self._insert(lane, request)
@@ -204,19 +199,21 @@ class WaitingSet:
                 own -= 1 + len(victim.followers)
             yield victim
 
-    def _insert(self, lane: TenantQueues, request: Request) -> bool:
-        is_new = request.is_new
-        (lane.new if is_new else lane.returning).push(request.rank, request)
-        if is_new:
+    def _insert(self, lane: TenantQueues, request: Request) -> None:
+        if request.is_new:
+            lane.new.push(request.rank, request)
             self._ages.push(_age(request), request)
-        return is_new
+            self.count(request, 1 + len(request.followers))
+        else:
+            lane.returning.push(request.rank, request)
 
-    def _take(self, lane: TenantQueues, request: Request) -> bool:
-        is_new = request.is_new
-        (lane.new if is_new else lane.returning).remove(request.rank, request)
-        if is_new:
+    def _take(self, lane: TenantQueues, request: Request) -> None:
+        if request.is_new:
+            lane.new.remove(request.rank, request)
             self._ages.remove(_age(request), request)
-        return is_new
+            self.count(request, -1 - len(request.followers))
+        else:
+            lane.returning.remove(request.rank, request)
 
     def _lane_of(self, request: Request) -> str:
         return "" if self._counters is None else request.tenant

@@ -268,18 +268,17 @@ def _fail_not_finite(state: SchedulerState, step: InFlightStep, sampled: Sampled
 
 
 def _no_token(request: Request) -> TidewheelError:
-    if request.grammar is None and request.sampling.allowed_token_ids:
-        return InvalidRequest(
-            f"no token could follow {request.num_output_tokens} tokens of output: bad_words or min_tokens forbid all "
-            "of allowed_token_ids, or the model's logits were not finite"
-        )
-    if request.grammar is None:
+    if request.grammar is not None:
+        cause = "its grammar has become too complex, or allows only tokens that allowed_token_ids or bad_words forbid"
+    elif request.sampling.allowed_token_ids:
+        cause = "bad_words or min_tokens forbid all of allowed_token_ids"
+    else:
         return NumericError(
             f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"
         )
     return InvalidRequest(
-        f"no token could follow {request.num_output_tokens} tokens of output: its grammar has become too complex, or "
-        "allows only tokens that allowed_token_ids or bad_words forbid, or the model's logits were not finite"
+        f"no token could follow {request.num_output_tokens} tokens of output: {cause}, or the model's logits were "
+        "not finite"
     )
 
 

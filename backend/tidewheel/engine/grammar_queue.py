@@ -22,7 +22,6 @@ class GrammarCache:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
-        self._num_chars = 0
 
     def find(self, source: str) -> TokenGrammar | None:
         grammar = self._kept.get(source)
@@ -31,12 +30,9 @@ class GrammarCache:
         return grammar
 
     def keep(self, source: str, grammar: TokenGrammar) -> None:
-        if source not in self._kept:
-            self._num_chars += len(source)
         self._kept[source] = grammar
-        while len(self._kept) > MAX_KEPT or self._num_chars > MAX_KEPT_CHARS:
-            dropped, _ = self._kept.popitem(last=False)
-            self._num_chars -= len(dropped)
+        while len(self._kept) > MAX_KEPT or sum(map(len, self._kept)) > MAX_KEPT_CHARS:
+            self._kept.popitem(last=False)
 
 
 class GrammarQueue:

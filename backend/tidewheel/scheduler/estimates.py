@@ -176,12 +176,6 @@ class StepTime:
         most = max(seconds - _CAUTION * spread, 0.5 * seconds)
         return int(self._mean_tokens + (most - self._mean_seconds) / slope)
 
-    def should_swap(self, num_computed_tokens: int, num_blocks: int, seconds_per_block: float | None) -> bool:
-        """Return whether copying blocks out and back is faster than computing the tokens again."""
-        if seconds_per_block is None:
-            return False
-        return 2.0 * num_blocks * seconds_per_block < num_computed_tokens * self.seconds_per_token
-
 
 class ServiceEstimate:
     """Estimates of queue and prefill seconds, from step times and starts while others wait; 0 without recent data."""

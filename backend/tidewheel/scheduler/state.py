@@ -269,11 +269,12 @@ class SchedulerState:
             self.leaders.pop(leader.request_id, None)
 
     def _should_swap(self, num_computed_tokens: int) -> bool:
+        """Return whether to copy blocks out and back: always, never, or if computing them again takes longer."""
         mode, block_seconds = self.config.preemption_mode, self.config.swap_seconds_per_block
-        if not self.kv.num_host_blocks or mode == "recompute":
-            return False
-        num_blocks = num_computed_tokens // self.kv.block_size
-        return mode == "swap" or self.step_time.should_swap(num_computed_tokens, num_blocks, block_seconds)
+        if mode == "auto" and block_seconds is not None:
+            swap_seconds = 2.0 * (num_computed_tokens // self.kv.block_size) * block_seconds
+            return swap_seconds < num_computed_tokens * self.step_time.seconds_per_token
+        return mode == "swap"
 
     def _leave(self, row: int, *, keep_cached: bool = True) -> None:
         columns = self.columns

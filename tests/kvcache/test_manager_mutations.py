@@ -26,7 +26,7 @@ from tidewheel.errors import InternalError
 from tidewheel.kvcache import prefix
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.kvcache.sessions import SessionTable
+from tidewheel.kvcache.sessions import SessionStore
 from tidewheel.kvcache.transfers import TransferQueue
 
 # No shrinking: that it fails is all that is asked.
@@ -114,11 +114,11 @@ def session_never_released(patch: pytest.MonkeyPatch) -> None:
 
 
 def oldest_session_last(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SessionTable, "oldest_resident", lambda self: next(reversed(self._resident.values()), None))
+    patch.setattr(SessionStore, "oldest_resident", lambda self: next(reversed(self._resident.values()), None))
 
 
 def quota_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SessionTable, "most_blocks", lambda self, tenant, num_blocks: num_blocks)
+    patch.setattr(SessionStore, "most_blocks", lambda self, tenant, num_blocks: num_blocks)
 
 
 def wrong_content_kept(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""SessionTable: a state machine against a plain list of sessions, and examples."""
+"""SessionStore: a state machine against a plain list of sessions, and examples."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +11,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidewheel.errors import InternalError
-from tidewheel.kvcache.sessions import KVSession, SessionLimits, SessionTable
+from tidewheel.kvcache.block_pool import BlockPool
+from tidewheel.kvcache.prefix import KVSession
+from tidewheel.kvcache.sessions import SessionLimits, SessionStore
+from tidewheel.kvcache.transfers import TransferQueue
+from tidewheel.stats import EngineStats
 from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 TENANTS = ("", "acme", "initech")
@@ -21,14 +26,27 @@ def session(tenant: str, session_id: str, num_blocks: int = 1, expires_at: float
     return KVSession(tenant, session_id, b"", (), b"", b"", tuple(range(num_blocks)), expires_at)
 
 
-class RecordingTable(SessionTable):
-    """Table that remembers the sessions it drops."""
+class RecordingPool(BlockPool):
+    """Pool that takes any blocks, and remembers the blocks of the last release."""
+
+    released: tuple[int, ...] = ()
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        self.released = tuple(block_ids)
+
+
+class RecordingStore(SessionStore):
+    """Store that remembers the sessions it drops."""
 
     def __init__(self, limits: SessionLimits) -> None:
-        super().__init__(limits)
+        self.pool, host = RecordingPool(0), BlockPool(0)
+        super().__init__(self.pool, host, TransferQueue(self.pool, host, EngineStats()), limits, 4)
         self.dropped: list[KVSession] = []
 
-    def _release(self, session: KVSession) -> None:
+    def _drop(self, session: KVSession) -> None:
+        blocks = session.blocks
+        super()._drop(session)
+        assert self.pool.released == blocks[::-1]
         self.dropped.append(session)
 
     def taken(self) -> list[KVSession]:
@@ -42,7 +60,7 @@ class RecordingTable(SessionTable):
 
 
 def test_what_goes_first_is_what_was_used_longest_ago() -> None:
-    table = RecordingTable(SessionLimits(max_sessions=2))
+    table = RecordingStore(SessionLimits(max_sessions=2))
     one, two, three = (session("", session_id) for session_id in IDS[:3])
     assert table.add(one) == table.add(two) == []
     assert table.oldest_resident() is one
@@ -54,7 +72,7 @@ def test_what_goes_first_is_what_was_used_longest_ago() -> None:
 
 
 def test_a_tenant_over_its_quota_pays_with_its_own_sessions() -> None:
-    table = RecordingTable(SessionLimits(tenants={"acme": TenantLimits(max_blocks=4)}))
+    table = RecordingStore(SessionLimits(tenants={"acme": TenantLimits(max_blocks=4)}))
     other = session("initech", "one", 100)
     mine = [session("acme", session_id, 2) for session_id in IDS[:3]]
     assert [table.add(each) for each in (other, *mine)] == [[], [], [], [mine[0]]]
@@ -62,20 +80,20 @@ def test_a_tenant_over_its_quota_pays_with_its_own_sessions() -> None:
 
 
 def test_one_session_may_take_what_the_tighter_quota_allows() -> None:
-    table = RecordingTable(SessionLimits(max_session_blocks=5, tenants={"acme": TenantLimits(max_blocks=3)}))
+    table = RecordingStore(SessionLimits(max_session_blocks=5, tenants={"acme": TenantLimits(max_blocks=3)}))
     assert (table.most_blocks("acme", 9), table.most_blocks("", 9), table.most_blocks("", 4)) == (3, 5, 4)
-    assert RecordingTable(SessionLimits()).most_blocks("", 9) == 9
+    assert RecordingStore(SessionLimits()).most_blocks("", 9) == 9
 
 
-def filled(limits: SessionLimits, *tenants: str) -> RecordingTable:
+def filled(limits: SessionLimits, *tenants: str) -> RecordingStore:
     """One session after the other, each of the tenant that is named."""
-    table = RecordingTable(limits)
+    table = RecordingStore(limits)
     for number, tenant in enumerate(tenants):
         table.add(session(tenant, str(number)))
     return table
 
 
-def kept(table: RecordingTable, tenant: str, count: int) -> list[int]:
+def kept(table: RecordingStore, tenant: str, count: int) -> list[int]:
     return [number for number in range(count) if table.get(tenant, str(number)) is not None]
 
 
@@ -129,7 +147,7 @@ def test_a_session_more_than_fit_takes_as_little_time_among_many_tenants() -> No
 
 
 def test_a_session_that_is_used_all_the_time_leaves_no_trail() -> None:
-    table = RecordingTable(SessionLimits())
+    table = RecordingStore(SessionLimits())
     for moment in range(1000):
         table.add(session("", "one", expires_at=1000.0 + moment))
     assert len(table._expiries) < 100
@@ -141,7 +159,7 @@ def test_a_session_that_is_used_all_the_time_leaves_no_trail() -> None:
 
 
 def test_check_invariants_sees_damage() -> None:
-    table = RecordingTable(SessionLimits())
+    table = RecordingStore(SessionLimits())
     table.add(session("acme", "one", 2))
     of_tenant = table._tenants["acme"]
     of_tenant.num_blocks = 3
@@ -174,7 +192,7 @@ class SessionMachine(RuleBasedStateMachine):
             "acme": TenantLimits(max_blocks=max_tenant_blocks, max_sessions=max_own),
             "*": TenantLimits(max_blocks=max_tenant_blocks, max_sessions=max_shared, each=each),
         }
-        self.table = RecordingTable(SessionLimits(max_sessions, None, self.tenants))
+        self.table = RecordingStore(SessionLimits(max_sessions, None, self.tenants))
         self.sessions: list[KVSession] = []
         # Tenants and accounts, the one whose sessions changed last at the end.
         self.changes: list[str] = []
@@ -251,8 +269,8 @@ class SessionMachine(RuleBasedStateMachine):
         assert oldest is next((each for each in self.sessions if each.blocks), None)
         if oldest is not None:
             before = oldest.blocks
-            assert self.table.give_up_blocks(oldest, num_kept) == before[num_kept:]
-            assert oldest.blocks == before[:num_kept]
+            self.table.give_up_blocks(oldest, num_kept)
+            assert (self.table.pool.released, oldest.blocks) == (before[num_kept:][::-1], before[:num_kept])
 
     @invariant()
     def same_state(self) -> None:

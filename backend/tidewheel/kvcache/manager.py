@@ -8,8 +8,7 @@ from tidewheel.batch import TransferArrays
 from tidewheel.errors import InternalError, require
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.prefix import NO_HIT, PrefixCache, PrefixHit, extend_block_hashes
-from tidewheel.kvcache.session_store import SessionStore
-from tidewheel.kvcache.sessions import SessionLimits
+from tidewheel.kvcache.sessions import SessionLimits, SessionStore
 from tidewheel.kvcache.transfers import IncomingBlocks, TransferQueue
 from tidewheel.request import Request
 from tidewheel.stats import EngineStats
@@ -63,7 +62,7 @@ class KVCacheManager:
         limits = session_limits or SessionLimits()
         self.sessions = SessionStore(self._pool, self._host, self.transfers, limits, block_size)
         self.prefixes = PrefixCache(
-            self._pool, self._host, self.sessions, block_size, is_enabled=enable_prefix_caching
+            self._pool, self._host, self.sessions.get, block_size, is_enabled=enable_prefix_caching
         )
         self._tables: dict[int, list[int]] = {}  # row → blocks
         self._num_sealed: dict[int, int] = {}  # row → full, computed blocks

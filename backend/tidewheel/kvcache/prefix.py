@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby, islice
 from typing import NamedTuple
@@ -19,7 +20,6 @@ import numpy as np
 
 from tidewheel.batch import WeightVariant
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.sessions import KVSession, SessionTable
 from tidewheel.request import Request
 
 _DOMAIN = b"tidewheel kv block v2\0"
@@ -67,6 +67,31 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
     return head + struct.pack(f"<{len(tokens)}i", *tokens)
 
 
+SessionName = tuple[str, str]  # tenant, session_id
+
+
+@dataclass(eq=False, slots=True)
+class KVSession:
+    """Cached conversation: digests of full blocks, and tokens of the partial last block."""
+
+    tenant: str
+    session_id: str
+    parent: bytes  # digest before the tail
+    keys: tuple[bytes, ...]
+    tail_tokens: bytes  # int32 little endian; may be empty
+    tail_key: bytes
+    blocks: tuple[int, ...]  # in the pool, tail last; empty once given up
+    expires_at: float
+
+    @property
+    def name(self) -> SessionName:
+        return self.tenant, self.session_id
+
+    @property
+    def tail_block(self) -> int:
+        return self.blocks[-1] if self.tail_tokens and self.blocks else -1
+
+
 class PrefixHit(NamedTuple):
     """Cached prefix of a request's tokens: full blocks in the pool, then in the host tier, then part of a block.
 
@@ -88,18 +113,20 @@ class PrefixHit(NamedTuple):
 
 NO_HIT = PrefixHit((), 0)
 
+FindSession = Callable[[str, str], KVSession | None]  # by tenant and session_id
+
 
 class PrefixCache:
     """Index of prefixes that are cached (in pool, host tier or sessions) or being computed; empty if disabled."""
 
     def __init__(
-        self, pool: BlockPool, host: BlockPool, sessions: SessionTable, block_size: int, *, is_enabled: bool
+        self, pool: BlockPool, host: BlockPool, find_session: FindSession, block_size: int, *, is_enabled: bool
     ) -> None:
         self.is_enabled = is_enabled
         self.weights: WeightVariant = "full"  # of the next step
         self._pool = pool
         self._host = host
-        self._sessions = sessions
+        self._find_session = find_session
         self._block_size = block_size
         self.computing: dict[bytes, int] = {}  # digest → row
         self._announced: dict[int, list[bytes]] = {}
@@ -115,7 +142,7 @@ class PrefixCache:
         if self._host.num_blocks:
             num_blocks += len(self._host.lookup_prefix(islice(hashes, num_blocks, limit)))
         hit = PrefixHit(block_ids, num_blocks * self._block_size, tuple(hashes[len(block_ids) : num_blocks]))
-        session = self._sessions.get(request.tenant, request.session_id) if request.session_id else None
+        session = self._find_session(request.tenant, request.session_id) if request.session_id else None
         return hit if session is None else self._with_session(hit, session, request)
 
     def estimate(self, request: Request) -> int:

@@ -64,10 +64,8 @@ class BlockPool:
         taken = self.allocate(1)
         if taken is None:
             return None
-        (block_id,) = taken
-        self._blocks[block_hash] = block_id
-        self._hashes[block_id] = block_hash
-        return block_id
+        self.register_hashes(taken, (block_hash,))
+        return taken[0]
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block; the first freed is evicted first."""

@@ -26,7 +26,7 @@ class _StepHolds(NamedTuple):
     out_slots: list[int]
     in_slots: list[int]
     sources: list[int]
-    tables: list[list[int]]  # reversed tables of rows that left
+    blocks: list[int]  # of rows that left
 
 
 class TransferQueue:
@@ -86,15 +86,14 @@ class TransferQueue:
         self._out_blocks, self._out_slots = [], []
         return transfers, arrivals
 
-    def hold(self, table: list[int], step_id: int) -> None:
-        self._steps[step_id].tables.append(table)
+    def hold(self, block_ids: list[int], step_id: int) -> None:
+        self._steps[step_id].blocks.extend(block_ids)
 
     def done(self, step_id: int) -> None:
         step = self._steps.pop(step_id, None)
         if step is not None:
             self._unpin(step)
-            for table in step.tables:
-                self._pool.free(table)
+            self._pool.free(step.blocks)
 
     def abandon(self) -> None:
         """Free the blocks of failed steps in flight and drop their hashes. The caller must `forget` the rows."""
@@ -105,12 +104,10 @@ class TransferQueue:
             for slot in step.out_slots:
                 self._host.drop(self._host.hash_of(slot))
             self._unpin(step)
-        tables = [table for step in steps for table in step.tables]
-        for table in tables:
-            for block_id in table:
-                self._pool.drop(self._pool.hash_of(block_id))
-        for table in tables:
-            self._pool.free(table)
+        blocks = [block_id for step in steps for block_id in step.blocks]
+        for block_id in blocks:
+            self._pool.drop(self._pool.hash_of(block_id))
+        self._pool.free(blocks)
 
     def check_invariants(self) -> None:
         require(len(self._out_blocks) == len(self._out_slots), "blocks to write out have no slots")
@@ -122,7 +119,7 @@ class TransferQueue:
         return queued + self._carried_sources()
 
     def held_blocks(self) -> list[int]:
-        return [block_id for step in self._steps.values() for table in step.tables for block_id in table]
+        return [block_id for step in self._steps.values() for block_id in step.blocks]
 
     def num_returning_blocks(self) -> int:
         held = Counter(self.held_blocks() + self._carried_sources())

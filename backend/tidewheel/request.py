@@ -97,7 +97,7 @@ class Request:
     predicted_output_tokens: float = field(init=False)
     sequence: int = field(default=-1, init=False)  # arrival number, breaks ties
     rank: tuple[float, ...] = field(default=(), init=False)  # place in the order of the policy
-    lift_time: float | None = field(default=None, init=False)  # when ageing lifts the class
+    ages_since: float | None = field(default=None, init=False)  # start, or last lift, of ageing; None: it is over
     was_over_quota: bool = field(default=False, init=False)  # dropped one class for the quota of its tenant
     reserved_tokens: int = field(default=0, init=False)  # taken from the tenant's rate; settled at the end
     followers: list[Request] = field(default_factory=list, init=False)  # wait until this leader computed the prompt

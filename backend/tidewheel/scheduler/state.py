@@ -68,7 +68,7 @@ class SchedulerState:
         if self.policy.by_tenant != (self.virtual_counters is not None):
             self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
         self.waiting = WaitingSet(self.policy, self.virtual_counters, config.tenants)
-        self._lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
+        self._lifts = EventHeap[Request](lambda event: event.subject.ages_since == event.time)
 
     def _weight(self, tenant: str) -> float:
         return limits_of(self.config.tenants, tenant).weight
@@ -76,18 +76,16 @@ class SchedulerState:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Rank all requests anew; they keep their age."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
-        since = [self._ages_since(request) for request in (*queued, *running)]
         self.predictor.prior = float(config.predictor_prior_tokens)
         self._configure(config)
         for request in queued:
             if self.policy.by_cache and request.is_new:
                 request.num_cached_tokens = self.kv.prefixes.estimate(request)
             self.waiting.push(request)
+            self._start_ageing(request, request.arrival_time if request.ages_since is None else request.ages_since)
         for request in running:
             self._rank_running(request)
-        for request, moment in zip((*queued, *running), since, strict=True):
-            if moment is not None or request.row < 0:
-                self._start_ageing(request, request.arrival_time if moment is None else moment)
+            self._start_ageing(request, request.ages_since)
 
     def wait(self, group: list[Request]) -> None:
         leader, degrades_critical = group[0], self.config.pressure_quantization_critical
@@ -107,14 +105,11 @@ class SchedulerState:
         self.waiting.push(leader)
         self._start_ageing(leader, leader.arrival_time)
 
-    def _start_ageing(self, request: Request, since: float) -> None:
-        request.lift_time = None
-        if not self.policy.by_arrival or request.service_class > Priority.HIGH:
-            request.lift_time = since + self.config.ageing_s
-            self._lifts.push(request.lift_time, request, len(self.requests))
-
-    def _ages_since(self, request: Request) -> float | None:
-        return None if request.lift_time is None else request.lift_time - self.config.ageing_s
+    def _start_ageing(self, request: Request, since: float | None) -> None:
+        may_rise = not self.policy.by_arrival or request.service_class > Priority.HIGH
+        request.ages_since = since if may_rise else None
+        if request.ages_since is not None:
+            self._lifts.push(request.ages_since, request, len(self.requests))
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
         """Change a request's class; ageing starts at `since` (None: the request is overdue)."""
@@ -126,19 +121,16 @@ class SchedulerState:
             self.waiting.reclassify(request, service_class, is_overdue=is_overdue)
         for follower in request.followers:
             follower.service_class = service_class
-        if since is None:
-            request.lift_time = None
-        else:
-            self._start_ageing(request, since)
+        self._start_ageing(request, since)
 
     def reclassify_due(self, now: float) -> None:
-        for time, _, request in self._lifts.pop_due(now):
+        for since, _, request in self._lifts.pop_due(now - self.config.ageing_s):
             if request.row >= 0 and not self.columns.is_prefilling(request.row):
-                request.lift_time = None
+                request.ages_since = None
             elif request.service_class <= Priority.HIGH:
                 self.reclassify(request, request.service_class, since=None)
             else:
-                self.reclassify(request, request.service_class.lifted(), since=time)
+                self.reclassify(request, request.service_class.lifted(), since=since + self.config.ageing_s)
                 self.stats.num_aged += 1
         for _, _, request in self._soft_deadlines.pop_due(now):
             follows = request.leader is not None and request in request.leader.followers
@@ -237,7 +229,7 @@ class SchedulerState:
             self._stop_waiting(request)
         del self.requests[request.request_id]
         self._release_followers(request, now)
-        request.lift_time = None
+        request.ages_since = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         self.observe_end(request, now)
@@ -252,10 +244,9 @@ class SchedulerState:
     def _release_followers(self, leader: Request, now: float) -> None:
         self.leaders.pop(leader.request_id, None)
         followers, leader.followers = leader.followers, []
-        since = self._ages_since(leader)
         for follower in followers:
             self.waiting.push(follower)
-            self._start_ageing(follower, now if since is None else since)
+            self._start_ageing(follower, now if leader.ages_since is None else leader.ages_since)
 
     def _stop_waiting(self, request: Request) -> None:
         leader = request.leader
@@ -331,9 +322,9 @@ class SchedulerState:
         require(self.stats.num_waiting_tokens == sum(r.num_tokens for r in waiting), "waiting tokens are miscounted")
         by_class = [sum(request.priority is p for request in waiting) for p in Priority]
         require(self.stats.waiting_by_class == by_class, "classes are miscounted")
-        unlifted = [r for r in queued if r.service_class > Priority.HIGH and r.lift_time is None]
+        unlifted = [r for r in queued if r.service_class > Priority.HIGH and r.ages_since is None]
         require(not unlifted, f"{unlifted} wait to be lifted for ever")
-        require(all(request.lift_time is None for request in attached), "followers are lifted without their leader")
+        require(all(request.ages_since is None for request in attached), "followers are lifted without their leader")
 
 
 def _is_unfinished(event: TimedEvent[Request]) -> bool:

@@ -58,7 +58,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Request:
     """Identity, limits and progress of one of a client's `n` sequences, owned by the scheduler once added.
 

@@ -153,8 +153,7 @@ class Connection:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
         self._socket = context.socket(zmq.DEALER)  # first: it may fail
         self.process = ProcessHandle(status.pid, status.start_ticks)
-        self._socket.set(zmq.SNDHWM, messages.QUEUE_LIMIT)
-        self._socket.set(zmq.RCVHWM, messages.QUEUE_LIMIT)
+        self._socket.set_hwm(messages.QUEUE_LIMIT)
         self._socket.set(zmq.LINGER, 200)
         self._socket.connect(socket_address(engine_dir))
 

@@ -28,6 +28,7 @@ class FrontEnd:
     identity: bytes  # ZeroMQ's name
     name: str
     last_seen: float  # by `ListeningClock`
+    is_reachable: bool = True
     request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # by key and index
     unsent: list[messages.Delta] = field(default_factory=list)
     unsent_tokens: list[messages.NewTokens] = field(default_factory=list)
@@ -62,7 +63,6 @@ class FrontEnds:
         self._by_identity: dict[bytes, FrontEnd] = {}
         self._routes: dict[str, _Route] = {}  # by request id
         self._layout = _NO_LAYOUT
-        self._unreachable: list[FrontEnd] = []
         self._num_opened = 0
 
     def __len__(self) -> int:
@@ -83,10 +83,11 @@ class FrontEnds:
         return [request_id for key in list(front_end.request_ids) for request_id in self.forget(front_end, key)]
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
-        gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
-        self._unreachable = []
+        gone = []
         for front_end in self._by_identity.values():
-            if now - front_end.last_seen > SILENCE_LIMIT_S:
+            if not front_end.is_reachable:
+                gone.append((front_end, "its connection is closed"))
+            elif now - front_end.last_seen > SILENCE_LIMIT_S:
                 gone.append((front_end, f"it was silent for {now - front_end.last_seen:.1f} s"))
             elif (num_unsent := len(front_end.unsent) + front_end.num_unsent) > MAX_UNSENT:
                 gone.append((front_end, f"it did not read {num_unsent} tokens and ends"))
@@ -219,9 +220,8 @@ class FrontEnds:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            front_end = self._by_identity.get(identity)
-            if front_end is not None and front_end not in self._unreachable:
-                self._unreachable.append(front_end)
+            if (front_end := self._by_identity.get(identity)) is not None:
+                front_end.is_reachable = False
             return False
         return True
 

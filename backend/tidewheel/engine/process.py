@@ -160,8 +160,7 @@ def _serve_loaded(
 def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context(io_threads=1) as context, context.socket(zmq.ROUTER) as socket:
         socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set(zmq.SNDHWM, QUEUE_LIMIT)
-        socket.set(zmq.RCVHWM, QUEUE_LIMIT)
+        socket.set_hwm(QUEUE_LIMIT)
         socket.set(zmq.LINGER, 1000)  # ms for sent messages
         socket.bind(folder.socket_address(engine_dir))
         yield socket

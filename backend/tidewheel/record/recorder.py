@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import BinaryIO
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -112,14 +113,13 @@ class RecordingScheduler(Scheduler):
         super().__init__(config, kv)
         self._recorder = recorder
         self._clock = clock
-        self._prefixes: dict[str, bytes] = {}  # state of `PrefixNames` by request id
+        self._prefixes: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # states of `PrefixNames`
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         try:
             evicted = super().add_group(requests, now)
         except TidewheelError as error:
             self._added(requests, now, error.tag, ())
-            self._ended(requests)
             raise
         self._added(requests, now, "", evicted)
         return evicted
@@ -128,19 +128,18 @@ class RecordingScheduler(Scheduler):
         self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, error: TidewheelError | None = None
     ) -> Request | None:
         request = super().cancel(request_id, reason, error)
-        self._prefixes.pop(request_id, None)
         self._recorder.write(events.CancelEvent(request_id, str(reason), request is not None))
         return request
 
     def expire(self, now: float) -> list[Request]:
         ended = super().expire(now)
         if ended:
-            self._recorder.write(events.ExpireEvent(now, self._ended(ended)))
+            self._recorder.write(events.ExpireEvent(now, _ids(ended)))
         return ended
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
         ended = super().fail_all(error)
-        self._recorder.write(events.FailEvent(self._ended(ended)))
+        self._recorder.write(events.FailEvent(_ids(ended)))
         self._recorder.flush()
         return ended
 
@@ -175,7 +174,6 @@ class RecordingScheduler(Scheduler):
             self._recorder.write(
                 events.ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch)
             )
-            self._ended(outputs.finished)
             if not self.has_unfinished:
                 self._recorder.flush()
         return outputs
@@ -183,7 +181,7 @@ class RecordingScheduler(Scheduler):
     def _added(self, requests: Sequence[Request], now: float, refused: str, evicted: Sequence[Request]) -> None:
         if self._recorder.is_open:
             recorded = [self._recorded(request, with_contents=not refused) for request in requests]
-            self._recorder.write(events.AddEvent(now, recorded, refused, self._ended(evicted)))
+            self._recorder.write(events.AddEvent(now, recorded, refused, _ids(evicted)))
 
     def _recorded(self, request: Request, *, with_contents: bool) -> events.RecordedRequest:
         names = self._recorder.names
@@ -191,7 +189,7 @@ class RecordingScheduler(Scheduler):
         if self._recorder.with_contents and with_contents:
             state, ids = names.extend(state, request.prompt_token_ids.tolist())
             prompt = np.array(ids, dtype="<i4").tobytes()
-        self._prefixes[request.request_id] = state
+        self._prefixes[request] = state
         return events.RecordedRequest(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -227,14 +225,8 @@ class RecordingScheduler(Scheduler):
             return events.STOP_TOKEN
         if not self._recorder.with_contents:
             return events.ORDINARY_TOKEN
-        prefix = self._prefixes[request.request_id]
-        self._prefixes[request.request_id], (name,) = self._recorder.names.extend(prefix, (token_id,))
+        self._prefixes[request], (name,) = self._recorder.names.extend(self._prefixes[request], (token_id,))
         return name
-
-    def _ended(self, requests: Sequence[Request]) -> list[str]:
-        for request in requests:
-            self._prefixes.pop(request.request_id, None)
-        return [request.request_id for request in requests]
 
 
 def describe_batch(
@@ -267,6 +259,10 @@ def batch_digest(batch: ScheduledBatch) -> str:
 
 def describe_ended(outputs: StepOutputs) -> list[tuple[str, str]]:
     return [(request.request_id, str(request.finish_reason)) for request in outputs.finished]
+
+
+def _ids(requests: Sequence[Request]) -> list[str]:
+    return [request.request_id for request in requests]
 
 
 _COLUMNS = tuple(name for name, hint in ScheduledBatch.__annotations__.items() if hint in ("Int32Array", "BoolArray"))

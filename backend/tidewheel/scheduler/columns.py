@@ -77,7 +77,7 @@ class RowColumns:
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
         return self._last_requests
 
-    def enter(self, request: Request, hit: PrefixHit, num_blocks: int, block_size: int, service_class: int) -> int:
+    def enter(self, request: Request, hit: PrefixHit, num_blocks: int, block_size: int, service_class: int) -> None:
         row = heapq.heappop(self.free_rows)
         num_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens[row] = num_prompt_tokens
@@ -114,7 +114,6 @@ class RowColumns:
         self.running[row] = True
         self.num_running += 1
         request.row = row
-        return row
 
     def write_back(self, row: int) -> Request:
         request = self.request(row)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from support.triton.serving import wait_for
-from tidewheel.adapter.stub_process import Presence
 from tidewheel.server import model_reloads
 from tidewheel.server.model_reloads import (
     GIVE_BACK_S,
@@ -21,9 +19,11 @@ from tidewheel.server.model_reloads import (
     StubId,
 )
 
+SERVING = {StubId(11, 11): "demo", StubId(12, 12): "other"}
+WITH_NEW = {StubId(12, 12): "other", StubId(13, 13): "demo"}
 
-def test_a_model_is_loaded_until_a_new_front_end_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+
+def test_a_model_is_loaded_until_a_new_front_end_serves() -> None:
     calls: list[str] = []
 
     def reload(model: str) -> None:
@@ -31,34 +31,31 @@ def test_a_model_is_loaded_until_a_new_front_end_serves(tmp_path: Path, monkeypa
         if len(calls) == 1:
             raise OSError("no weights")
 
-    Presence("other")
     notes: list[str] = []
     reloads = PendingReloads(notes.append)
-    reloads.start("demo", reload)
+    reloads.start("demo", SERVING, reload)
     wait_for(lambda: len(calls) == 2, 60, "another try")
     assert notes == ["model 'demo' cannot be loaded again, and is tried again: no weights"]
-    assert reloads.look() == "demo"
-    Presence("demo")
-    assert reloads.look() == ""
+    assert reloads.look(SERVING) == "demo"
+    assert reloads.look({**SERVING, StubId(13, 13): "other"}) == "demo"
+    assert reloads.look(WITH_NEW) == ""
     assert calls == ["demo", "demo"]
 
 
-def test_reloads_of_an_unloaded_model_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+def test_reloads_of_an_unloaded_model_end() -> None:
     reloads = PendingReloads(pytest.fail)
     for model in ("a", "b"):
-        reloads.start(model, lambda _: pytest.fail("loaded"), 3600.0)
+        reloads.start(model, SERVING, lambda _: pytest.fail("loaded"), 3600.0)
     reloads.cancel("a")
-    assert reloads.look() == "b"
+    assert reloads.look(SERVING) == "b"
     reloads.cancel()
-    assert reloads.look() == ""
+    assert reloads.look(SERVING) == ""
 
 
-def test_a_reload_that_ends_during_a_cancel_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+def test_a_reload_that_ends_during_a_cancel_hides_no_other() -> None:
     reloads = PendingReloads(pytest.fail)
     for _ in range(2):
-        reloads.start("a", lambda _: pytest.fail("loaded"), 3600.0)
+        reloads.start("a", SERVING, lambda _: pytest.fail("loaded"), 3600.0)
     first, second = reloads._pending
 
     class EndsMeanwhile(threading.Event):
@@ -71,31 +68,28 @@ def test_a_reload_that_ends_during_a_cancel_hides_no_other(tmp_path: Path, monke
     assert second.cancelled.is_set()
 
 
-def test_a_pending_that_is_cancelled_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+def test_a_pending_that_is_cancelled_loads_nothing() -> None:
     reloads = PendingReloads(pytest.fail)
-    reloads.start("demo", lambda _: pytest.fail("loaded"), 3600.0)
+    reloads.start("demo", SERVING, lambda _: pytest.fail("loaded"), 3600.0)
     (pending,) = reloads._pending
     reloads.cancel()
     assert pending.cancelled.is_set()
-    assert reloads.look() == ""
+    assert reloads.look(SERVING) == ""
 
 
-def test_what_is_told_of_reloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+def test_what_is_told_of_reloads() -> None:
     notes: list[str] = []
     reloads = PendingReloads(notes.append)
-    reloads.start("grown", lambda _: None, while_it_serves=True)
-    assert reloads.look() == ""
-    reloads.start("demo", lambda _: None)
-    assert reloads.look() == "demo"
+    reloads.start("grown", SERVING, lambda _: None, while_it_serves=True)
+    assert reloads.look(SERVING) == ""
+    reloads.start("demo", SERVING, lambda _: None)
+    assert reloads.look(SERVING) == "demo"
     assert notes == []
-    Presence("demo")
-    assert reloads.look() == ""
+    assert reloads.look(WITH_NEW) == ""
     assert "model 'demo' is loaded again after " in notes[0]
-    reloads.start("demo", lambda _: None, 3600.0)
+    reloads.start("demo", SERVING, lambda _: None, 3600.0)
     reloads.cancel()
-    assert reloads.look() == ""
+    assert reloads.look(SERVING) == ""
 
 
 class TestSharedMemoryRelief:
@@ -112,7 +106,7 @@ class TestSharedMemoryRelief:
         loads: list[str] = []
         held = {self.OLD.pid: MAX_SHARED_BYTES, self.NEW.pid: 0}
         relief = SharedMemoryRelief(held.__getitem__, notes.append)
-        reloads = SimpleNamespace(start=lambda model, reload, *, while_it_serves: reload(model))
+        reloads = SimpleNamespace(start=lambda model, serving, reload, *, while_it_serves: reload(model))
 
         def look(*stubs: StubId) -> None:
             relief.look(dict.fromkeys(stubs, "demo"), cast(PendingReloads, reloads), loads.append)

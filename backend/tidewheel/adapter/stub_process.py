@@ -58,18 +58,8 @@ class Presence:
 
 def read_mark(pid: int, start_ticks: int) -> PresenceMark | None:
     """Return a process's presence mark, even after its death; None without one."""
-    return _read(_path(run_dir() / _FOLDER, pid, start_ticks))
-
-
-def front_ends(model: str) -> set[str]:
-    """Return names of a model's presence marks."""
-    marks = ((path, _read(path)) for path in (run_dir() / _FOLDER).glob("*"))
-    return {path.name for path, mark in marks if mark is not None and mark.model == model}
-
-
-def _read(path: Path) -> PresenceMark | None:
     try:
-        count, _, model = path.read_text(encoding="utf-8").partition(" ")
+        count, _, model = _path(run_dir() / _FOLDER, pid, start_ticks).read_text(encoding="utf-8").partition(" ")
         return PresenceMark(model, int(count))
     except (OSError, ValueError):
         return None

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from tidewheel.adapter.stub_process import front_ends
 from tidewheel.settings import shown_bytes
 from tidewheel_process.restarts import RestartPolicy
 
@@ -23,12 +22,18 @@ class StubId(NamedTuple):
     start_ticks: int
 
 
+Serving = Mapping[StubId, str]  # model of each stub that serves
+
+
 class Reload(NamedTuple):
     model: str
-    before: set[str]  # front ends at its start: it is over when another serves
+    before: Collection[StubId]  # that served at its start: it is over when another serves the model
     since: float
     cancelled: threading.Event
     while_it_serves: bool
+
+    def has_ended(self, serving: Serving) -> bool:
+        return any(model == self.model and stub not in self.before for stub, model in serving.items())
 
 
 class PendingReloads:
@@ -38,8 +43,10 @@ class PendingReloads:
         self._note = note
         self._pending: list[Reload] = []
 
-    def start(self, model: str, load: Load, delay_s: float = 0.0, *, while_it_serves: bool = False) -> None:
-        reload = Reload(model, front_ends(model), time.monotonic(), threading.Event(), while_it_serves)
+    def start(
+        self, model: str, serving: Serving, load: Load, delay_s: float = 0.0, *, while_it_serves: bool = False
+    ) -> None:
+        reload = Reload(model, set(serving), time.monotonic(), threading.Event(), while_it_serves)
         self._pending.append(reload)
         name = f"reload of {model}"
         threading.Thread(target=self._run, args=(reload, load, delay_s), name=name, daemon=True).start()
@@ -56,10 +63,10 @@ class PendingReloads:
                 if not reload.cancelled.is_set():
                     self._note(f"model {reload.model!r} cannot be loaded again, and is tried again: {error}")
 
-    def look(self) -> str:
+    def look(self, serving: Serving) -> str:
         """Remove ended reloads. Return a model that waits for its front end; empty: none."""
         self._pending = [reload for reload in self._pending if not reload.cancelled.is_set()]
-        for reload in [reload for reload in self._pending if not front_ends(reload.model) <= reload.before]:
+        for reload in [one for one in self._pending if one.has_ended(serving)]:
             self._pending.remove(reload)
             self._note(f"model {reload.model!r} is loaded again after {time.monotonic() - reload.since:.1f} s")
         return next((reload.model for reload in self._pending if not reload.while_it_serves), "")
@@ -84,8 +91,8 @@ class SharedMemoryRelief:
         self._replaced: set[StubId] = set()
         self._next = 0.0  # monotonic seconds
 
-    def look(self, serving: Mapping[StubId, str], reloads: PendingReloads, load: Load) -> None:
-        """Replace one front end whose shared memory is large. `serving`: the model of each stub."""
+    def look(self, serving: Serving, reloads: PendingReloads, load: Load) -> None:
+        """Replace one front end whose shared memory is large."""
         now = time.monotonic()
         sizes = {stub: self._shared_bytes(stub.pid) for stub in serving if now >= self._next}
         grown = next((stub for stub, size in sizes.items() if size > MAX_SHARED_BYTES), None)
@@ -99,4 +106,4 @@ class SharedMemoryRelief:
         self._next = now + GIVE_BACK_S
         self._note(f"a front end of model {model!r} holds {size} of shared memory; loading it again")
         self._replaced.add(grown)
-        reloads.start(model, load, while_it_serves=True)
+        reloads.start(model, serving, load, while_it_serves=True)

@@ -129,7 +129,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
             if self.plan.load is not None and self.plan.may_give_back:
                 self._relief.look(self._stubs.serving, self._reloads, self.plan.load)
-            if model := self._reloads.look():
+            if model := self._reloads.look(self._stubs.serving):
                 self.readiness = Readiness("reloading", f"{model}: its front end died")
             elif self._stubs.paused:
                 self.readiness = Readiness("hung", f"{self._stubs.paused[0]}: its front end is paused")
@@ -248,7 +248,8 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         if mark.num_open:
             self._missed = (reason, time.monotonic() + MISSED_S)
         self.console.note(f"{reason}; loading the model again")
-        self._reloads.start(mark.model, self.plan.load, self._count_death(reason, was_serving=True))
+        delay_s = self._count_death(reason, was_serving=True)
+        self._reloads.start(mark.model, self._stubs.serving, self.plan.load, delay_s)
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
         now = time.monotonic()

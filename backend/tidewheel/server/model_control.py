@@ -3,14 +3,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from tidewheel.server import ServeError, repository
+from tidewheel.server import LoadError, ServeError, repository
 from tidewheel.server.supervisor import Supervisor
 from tidewheel_process.child import wait_until
 
@@ -27,12 +28,10 @@ class Command(msgspec.Struct):
     model: str
 
 
-@dataclass(slots=True)
-class _PendingLoad:
+class _PendingLoad(NamedTuple):
     model: str
     undo: Callable[[], None]  # so that Triton does not try again
-    failure: str = ""
-    ended: threading.Event = field(default_factory=threading.Event)
+    end: Future[None]
 
 
 @dataclass
@@ -67,8 +66,9 @@ class ModelControl:
             self._pending = None
         if failure:
             pending.undo()
-        pending.failure = failure
-        pending.ended.set()
+            pending.end.set_exception(LoadError(model, failure))
+        else:
+            pending.end.set_result(None)
 
     def note_restart(self, reason: str) -> None:
         """Fail and undo the pending load, because the server restarts without its model."""
@@ -104,14 +104,12 @@ class ModelControl:
         return self.target / model
 
     def _wait(self, model: str, load: Callable[[], None], undo: Callable[[], None]) -> None:
-        pending = self._pending = _PendingLoad(model, undo)
+        pending = self._pending = _PendingLoad(model, undo, Future())
         try:
             load()
-            pending.ended.wait()
+            pending.end.result()
         finally:
             self._pending = None
-        if pending.failure:
-            raise ServeError(f"model {model!r} cannot be loaded: {pending.failure}")
 
 
 class ControlSocket:

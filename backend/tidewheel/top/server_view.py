@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
@@ -24,7 +24,7 @@ _BREAKER = ("closed", "half open", "open")
 
 
 def read(cls: type[Line], change: PageChange, *, labels: dict[str, str] | None = None, **others: object) -> Line:
-    """Make a line of the view: read annotated fields from series with `labels`, take the rest from `others`."""
+    """Make the view or a line of it: read annotated fields from series with `labels`, take the rest from `others`."""
     figures = {name: method(change, *given, **(labels or {})) for name, (method, *given) in _readings(cls).items()}
     return cls(**figures, **others)
 
@@ -56,11 +56,11 @@ class ServerView(msgspec.Struct, kw_only=True):
     state: str
     reason: str
     summary: str = ""  # in a sentence
-    traffic: Traffic
+    traffic: Annotated[Traffic, partial(read, Traffic)]
     classes: list[ClassLine]
-    tenants: list[TenantLine]
-    cache: CacheLine
-    steps: StepLine
+    tenants: Annotated[list[TenantLine], tenants]
+    cache: Annotated[CacheLine, partial(read, CacheLine)]
+    steps: Annotated[StepLine, partial(read, StepLine)]
     errors: list[ErrorLine]
     gateway: GatewayLine | None = None
     gateway_problem: str = ""

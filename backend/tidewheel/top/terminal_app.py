@@ -82,8 +82,7 @@ class TerminalApp(App[None]):
 
     def on_mount(self) -> None:
         requests = self._requests
-        for column, _ in REQUEST_COLUMNS:
-            requests.add_column(column)
+        requests.add_columns(*(column for column, _ in REQUEST_COLUMNS))
         requests.focus()
         self._draw()
         self.set_interval(self._interval_s, self._tick)

@@ -98,17 +98,15 @@ class ServerWatch:
         change = self._change(self._pages, self._of_model(self._metrics(state, reason)))
         gateway, gateway_problem = self._gateway()
         listing = self._list_requests(self._server.metrics_url, self._model)
-        view = ServerView(
+        view = server_view.read(
+            ServerView,
+            change,
             server=self._server.metrics_url,
             models=label_values(change.after, RECEIVED, "model"),
             is_ready=is_ready,
             state=state,
             reason=reason,
-            traffic=server_view.read(server_view.Traffic, change),
             classes=server_view.classes(change, listing.requests),
-            tenants=server_view.tenants(change),
-            cache=server_view.read(server_view.CacheLine, change),
-            steps=server_view.read(server_view.StepLine, change),
             errors=server_view.errors(change, gateway or _NO_CHANGE),
             gateway=server_view.read(server_view.GatewayLine, gateway) if gateway is not None else None,
             gateway_problem=gateway_problem,

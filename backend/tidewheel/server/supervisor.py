@@ -148,10 +148,8 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         self._kill(self._all_but_engines)  # at once: clients notice by their connections
         self._forget_server()
         remove_shared_memory(self.work.shm_prefix)
-        start = time.monotonic() + self._count_death(reason, was_serving=was_serving)
-        while time.monotonic() < start and not self.stop_requested:
-            self._pump(POLL_S)
-        if not self.stop_requested:
+        delay_s = self._count_death(reason, was_serving=was_serving)
+        if not self._pump_until(lambda: self.stop_requested, delay_s):
             self.log.failure = None
             self._stubs, self._missed = StubWatch(), ("", 0.0)
             self._server = self._start()

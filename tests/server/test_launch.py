@@ -40,7 +40,8 @@ def flags_of(line: list[str]) -> dict[str, str]:
 def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, tmp_path: Path) -> None:
     pool = "--grpc-max-response-pool-size"
     known = frozenset({"--allow-client-shm", "--http-restricted-api", "--allow-gpu-metrics", pool})
-    line = command(install, tmp_path, ENDPOINTS, WorkDir(tmp_path), drain_s=2.5, flags=known, extra=["--id=x"])
+    extra = [*control_flags("none"), "--id=x"]
+    line = command(install, tmp_path, ENDPOINTS, WorkDir(tmp_path), drain_s=2.5, flags=known, extra=extra)
     flags = flags_of(line)
     assert line[0] == str(install.binary)
     assert line[-1] == "--id=x"

@@ -275,16 +275,8 @@ def other_schedulers(entry: Entry) -> Iterator[Problem]:
         yield make("response_cache", f"response_cache.enable is true: {effect}")
 
 
-# Rule by name, in the order of findings.
-CONFIG_RULES: Mapping[str, Rule] = {
-    "schema": schema,
-    "name": name,
-    "version-folder": version_folder,
-    "model-json": model_json,
-    "tensors": tensors,
-    "transactions": transactions,
-    "instances": instances,
-    "native-queue": native_queue,
-    "other-schedulers": other_schedulers,
-    "not-read": not_read,
-}
+_IN_ORDER: tuple[Rule, ...] = (  # of findings
+    schema, name, version_folder, model_json, tensors, transactions, instances, native_queue, other_schedulers,
+    not_read,
+)  # fmt: skip
+CONFIG_RULES: Mapping[str, Rule] = {rule.__name__.replace("_", "-"): rule for rule in _IN_ORDER}

@@ -150,9 +150,8 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> Se
             work,
             drain_s=options.drain_s,
             flags=tritonserver.known_flags(install, environment),
-            control=control,
             opened=options.opened_apis,
-            extra=options.triton_arguments,
+            extra=[*control, *options.triton_arguments],
         )
         # Front ends identify their repository by an entry's real path.
         engines = {name: engine_dir(real_entry(models / name).parent, name) / CURRENT for name in names}

@@ -150,7 +150,6 @@ def command(
     *,
     drain_s: float,
     flags: frozenset[str],  # known to this tritonserver
-    control: Sequence[str] = ("--model-control-mode=none",),
     opened: Collection[ClosedApi] = (),
     extra: Sequence[str] = (),
 ) -> list[str]:
@@ -165,7 +164,6 @@ def command(
         f"--backend-config=python,shm-growth-byte-size={SHM_GROWTH_BYTES}",
         f"--exit-timeout-secs={math.ceil(drain_s) + EXIT_MARGIN_S}",
         *_supported(flags, opened),
-        *control,
         *extra,
     ]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tidewheel.entries.findings import Field, by_path, json_fields, pbtxt_fields, place_of
+from tidewheel.entries.entry import Entry
+from tidewheel.entries.findings import Field, json_fields, place_of
 
 TEXT = """# backend: "none"
 backend : 'tide' "wheel" ; max_batch_size:0,
@@ -22,7 +25,7 @@ def cut(field: Field) -> str:
 
 def test_every_form_of_a_field() -> None:
     text_format.Parse(TEXT, model_config_pb2.ModelConfig())
-    fields = by_path(pbtxt_fields(TEXT))
+    fields = Entry(folder=Path("demo"), text=TEXT, config=None, model_json={}).fields
     assert (fields["backend"].value, place_of(TEXT, fields["backend"].start)) == ("tidewheel", (2, 1))
     assert cut(fields["max_batch_size"]) == "max_batch_size:0"
     assert cut(fields["input.a"]) == '{ name: "a" dims: [ -1, 2 ] }'

@@ -114,11 +114,11 @@ def _read(entry: ModelEntry) -> dict[str, object]:
     return _known(settings)
 
 
-def check_settings(settings: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for wrong settings of an entry that owns its engine."""
+def check_settings(settings: Mapping[str, object]) -> EngineConfig:
+    """Return the engine's settings of an entry that owns its engine. Raise `ConfigError`."""
     values = _known(settings)
     _take_frontend(values)
-    _engine_config(with_kind(values))
+    return _engine_config(with_kind(values))
 
 
 def _engine_config(settings: dict[str, object], owner: ModelEntry | None = None) -> EngineConfig:

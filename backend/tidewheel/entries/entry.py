@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from tidewheel.adapter.one_shot import kind_of
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
-from tidewheel.entries.findings import Field, by_path, pbtxt_fields
+from tidewheel.entries.findings import Field, pbtxt_fields, walk
 from tidewheel.errors import ConfigError
 from tidewheel.regular_files import read_object, read_text
 
@@ -86,7 +86,11 @@ class Entry:
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        return by_path(pbtxt_fields(self.text))
+        """First field of `config.pbtxt` by path, such as `input.text_input.dims`."""
+        found: dict[str, Field] = {}
+        for path, one, _ in walk(pbtxt_fields(self.text)):
+            found.setdefault(path, one)
+        return found
 
 
 def served_version(folder: Path, config: Any) -> str:

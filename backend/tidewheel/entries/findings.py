@@ -110,14 +110,6 @@ def json_fields(text: str) -> tuple[Field, ...]:
     return tuple(fields)
 
 
-def by_path(fields: Iterable[Field]) -> dict[str, Field]:
-    """Map each path, such as `input.text_input.dims`, to its first field."""
-    found: dict[str, Field] = {}
-    for path, field, _ in walk(fields):
-        found.setdefault(path, field)
-    return found
-
-
 def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field, str]]:
     """Yield (path, field, path of the enclosing message), outer fields first. Instance groups are numbered."""
     counts: dict[str, int] = {}

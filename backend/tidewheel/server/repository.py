@@ -22,14 +22,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
     """Write a model repository entry and its non-decoupled twin. Raise `ConfigError`."""
-    model = resolve_model(model)
-    check_settings({"model": model, **settings})
-    completed = with_kind({"model": model, **settings})
-    if "adapter" in completed:
-        _write(repository / name, {"model": model, **settings}, decoupled=completed["kind"] == "iterative")
+    parameters = {"model": resolve_model(model), **settings}
+    kind = check_settings(parameters).kind
+    if kind != "text":
+        _write(repository / name, parameters, decoupled=kind == "iterative")
         return
     # Like `vllm serve`, and unlike entries that are written for Triton.
-    _write(repository / name, {"model": model, "generation_config": "auto", **settings}, decoupled=True)
+    _write(repository / name, {"generation_config": "auto", **parameters}, decoupled=True)
     _write(repository / f"{name}{TWIN_SUFFIX}", {"engine_of": name}, decoupled=False)
 
 

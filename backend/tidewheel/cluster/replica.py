@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import aiohttp
 import psutil
 
 from tidewheel.cluster import ClusterError
-from tidewheel.cluster.cluster_settings import read_settings
+from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.ray_scaling import figures_of
 from tidewheel.engine.connection import drain_all
 from tidewheel.health_endpoint import Readiness
@@ -34,9 +33,8 @@ _FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-p
 
 
 class Replica:
-    async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+    async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Start the server, or raise `ClusterError`."""
-        settings = read_settings(arguments)
         self._born = self._ready_at = time.monotonic()
         self._stream_limit_s = settings.stream_limit_s
         host = "127.0.0.1"

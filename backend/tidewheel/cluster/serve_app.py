@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -26,7 +25,7 @@ _VERSION = "1"  # constant, so that `scale` keeps running replicas
 class GatewayActor:
     """Ray actor that runs the gateway, without Ray Serve's proxies."""
 
-    async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+    async def __init__(self, settings: ClusterSettings, handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """`handle`: Ray's handle to the replicas. Raise `ServeError` or `ConfigError`."""
         from tidewheel.cluster.replica_upstreams import FEED, ReplicaUpstreams  # only here: 0.5 s
         from tidewheel.confidential import protect_texts
@@ -34,7 +33,6 @@ class GatewayActor:
         from tidewheel.gateway.application import Gateway
         from tidewheel.gateway.client_connections import HttpListener
 
-        settings = read_settings(arguments)
         protect_texts()
         check_keys(settings.host, settings.api_keys)
         self._feed = FEED
@@ -71,8 +69,7 @@ def build(arguments: dict[str, Any]) -> serve.Application:
 
 
 def application(settings: ClusterSettings) -> serve.Application:
-    arguments = msgspec.to_builtins(settings)
-    return _gateway(settings).bind(arguments, _replicas(settings).bind(arguments))
+    return _gateway(settings).bind(settings, _replicas(settings).bind(settings))
 
 
 def replica_gpus(settings: ClusterSettings) -> float:

@@ -20,7 +20,7 @@ from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.control import ClusterStatus
 from tidewheel.cluster.local_ray import ClusterFolder
 from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
-from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
+from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH, write_value
 from tidewheel.server.workdir import work_dir
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
@@ -107,7 +107,7 @@ def test_a_start_that_was_killed_is_in_the_way_of_no_other(run_dir: Path) -> Non
         (folder.root / "starting").unlink()
         assert folder.is_abandoned
         folder.check_free()
-        folder.write_settings(ClusterSettings(model="a/b", port=1234))
+        write_value(folder.settings_file, ClusterSettings(model="a/b", port=1234))
         assert folder.settings.port == 1234
         assert not folder.is_abandoned
         with pytest.raises(ClusterError, match="a cluster of yours is up"):

@@ -14,6 +14,7 @@ import msgspec
 from tidewheel.cluster import ClusterError, local_ray
 from tidewheel.cluster.cluster_settings import APPLICATION, GATEWAY, MAX_REPLICAS, REPLICA, ClusterSettings
 from tidewheel.cluster.local_ray import ClusterFolder, connected, first_line
+from tidewheel.private_dir import write_value
 from tidewheel.server.endpoints import check_keys, free_port
 from tidewheel_process.child import last_line, wait_until
 
@@ -114,7 +115,7 @@ def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
                 f"{settings.most_replicas} replicas need {needed:g} {what}, and there are {have.get(name, 0):g}: "
                 f"ask for fewer, or for less of each ({option})"
             )
-    folder.write_settings(settings)
+    write_value(folder.settings_file, settings)
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(target=application(settings), name=APPLICATION, route_prefix=None)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
+from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, read_value, run_dir_path
 from tidewheel.server import workdir
 from tidewheel.server.workdir import CLUSTER
 from tidewheel_process.child import Child, StartError, last_line, wait_until
@@ -71,7 +69,7 @@ class ClusterFolder:
         self.run = root / "run"
         self.token = root / "token"
         self.log = root / "log"
-        self._settings = root / "settings"
+        self.settings_file = root / "settings"
         self._starting = root / "starting"
 
     @classmethod
@@ -92,7 +90,7 @@ class ClusterFolder:
     @property
     def is_abandoned(self) -> bool:
         """Return whether Ray runs without an application, because `up` was killed."""
-        return self.is_up and not self._settings.exists() and not is_locked(self._starting)
+        return self.is_up and not self.settings_file.exists() and not is_locked(self._starting)
 
     @property
     def settings(self) -> ClusterSettings:
@@ -104,13 +102,9 @@ class ClusterFolder:
                     death = f"Ray's {found[1]} died ({found[2]}), and replicas and gateway ended with it"
                     reason = f"{death}: see {self.ray}"
             raise ClusterError(f"no cluster of yours is up: {reason}")
-        try:
-            return msgspec.json.decode(self._settings.read_bytes(), type=ClusterSettings)
-        except FileNotFoundError:
-            raise ClusterError("the cluster is starting, and has no application yet") from None
-
-    def write_settings(self, settings: ClusterSettings) -> None:
-        self._settings.write_bytes(msgspec.json.encode(settings))
+        if (settings := read_value(self.settings_file, ClusterSettings)) is None:
+            raise ClusterError("the cluster is starting, and has no application yet")
+        return settings
 
     def check_path(self) -> None:
         """Raise `ClusterError` if the path is too long for sockets (107 bytes)."""

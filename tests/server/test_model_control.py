@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -66,6 +67,7 @@ class PollingTriton:
     def __init__(self, folder: Path) -> None:
         self.failure = ""
         self.forgotten: list[str] = []
+        self.reloads = SimpleNamespace(cancel=self.forgotten.append)
         self.state: State = "ready"
         source = folder / "source"
         for name in ("a", "b"):
@@ -77,9 +79,6 @@ class PollingTriton:
     @property
     def readiness(self) -> Readiness:
         return Readiness(self.state)
-
-    def forget(self, model: str) -> None:
-        self.forgotten.append(model)
 
     def mtime(self, model: str) -> float:
         return (self.served / model / ORIGIN).stat().st_mtime

@@ -95,7 +95,7 @@ class ModelControl:
     def _unload(self, model: str) -> None:
         self._loaded(model)
         repository.remove_entry(self.target, model)
-        self.supervisor.forget(model)
+        self.supervisor.reloads.cancel(model)
         wait_until(lambda: not self.serves(model), _TIMEOUT_S)
 
     def _loaded(self, model: str) -> Path:

@@ -76,7 +76,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         self.on_restart: Callable[[str], None] | None = None  # takes the reason of a restart
         self._deaths = DeathCount()
         self._served_since = 0.0
-        self._reloads = PendingReloads(self.console.note)
+        self.reloads = PendingReloads(self.console.note)
         self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, self.work.shm_prefix), self.console.note)
         self._stubs = StubWatch()
         self._next_look = 0.0
@@ -128,8 +128,8 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
             if self._stubs.num_open == 0 and time.monotonic() < self._missed[1]:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
             if self.plan.load is not None and self.plan.may_give_back:
-                self._relief.look(self._stubs.serving, self._reloads, self.plan.load)
-            if model := self._reloads.look(self._stubs.serving):
+                self._relief.look(self._stubs.serving, self.reloads, self.plan.load)
+            if model := self.reloads.look(self._stubs.serving):
                 self.readiness = Readiness("reloading", f"{model}: its front end died")
             elif self._stubs.paused:
                 self.readiness = Readiness("hung", f"{self._stubs.paused[0]}: its front end is paused")
@@ -144,7 +144,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         self.readiness = Readiness("starting", reason)
         if self.on_restart is not None:
             self.on_restart(reason)
-        self._reloads.cancel()
+        self.reloads.cancel()
         self._kill(self._all_but_engines)  # at once: clients notice by their connections
         self._forget_server()
         remove_shared_memory(self.work.shm_prefix)
@@ -153,10 +153,6 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
             self.log.failure = None
             self._stubs, self._missed = StubWatch(), ("", 0.0)
             self._server = self._start()
-
-    def forget(self, model: str) -> None:
-        """Cancel reloads of a model that the operator unloaded. Thread-safe."""
-        self._reloads.cancel(model)
 
     def drain(self, limit_s: float) -> None:
         """Refuse new requests and wait for running ones; after `limit_s`, end them with an error."""
@@ -247,7 +243,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
             self._missed = (reason, time.monotonic() + MISSED_S)
         self.console.note(f"{reason}; loading the model again")
         delay_s = self._count_death(reason, was_serving=True)
-        self._reloads.start(mark.model, self._stubs.serving, self.plan.load, delay_s)
+        self.reloads.start(mark.model, self._stubs.serving, self.plan.load, delay_s)
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
         now = time.monotonic()
@@ -258,7 +254,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
     def _begin_stop(self) -> None:
         if self.readiness.state != "stopped":
             self.readiness = DRAINING
-        self._reloads.cancel()
+        self.reloads.cancel()
 
     def _pump(self, timeout_s: float) -> None:
         if self._server.stdout.closed:

@@ -105,6 +105,7 @@ WITHOUT_TORCH = [
     "tidewheel.frontend.frontend",
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
+    "tidewheel.models.gguf_folder",
     "tidewheel.entries.checking",
     "tidewheel.gateway.run_gateway",
     "tidewheel.bench.suites",

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import MAX_HEADER_BYTES, HeaderError, parse_header, read_tensors
+from tidewheel.models.file_headers import MAX_HEADER_BYTES, HeaderError
+from tidewheel.models.safetensors_file import parse_header, read_tensors
 from tidewheel.models.weight_stream import StoredTensor, copy_tensors
 
 

@@ -17,7 +17,6 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.config_fields import MAX_CONTEXT, ConfigFields
 from tidewheel.models.gguf_header import GGUFTensor, read_header
 from tidewheel.models.gguf_tokenizer import tokenizer_files
-from tidewheel.models.rope_table import inverse_frequencies, parse_rope
 from tidewheel_process.locked_folder import LOCK, FolderError, is_free, make_private
 
 LINK = "model.gguf"  # to the file
@@ -141,6 +140,8 @@ def _llama3_scaling(file: Path, tensor: GGUFTensor, config: dict[str, Any]) -> d
     factors = np.fromfile(file, np.float32, head_dim // 2, offset=tensor.begin)
     if np.all(factors == 1.0):
         return {}
+    from tidewheel.models.rope_table import inverse_frequencies, parse_rope  # torch, for few files
+
     scaling = _LLAMA3 | {"factor": float(factors.max())}
     before, after = (
         inverse_frequencies(parse_rope(ConfigFields(config | {"rope_parameters": each}, str(file))), head_dim)

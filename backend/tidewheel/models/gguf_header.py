@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from tidewheel.models.safetensors_file import MAX_HEADER_BYTES, HeaderError, aligned, as_config_error, tiled_bytes
+from tidewheel.models.file_headers import MAX_HEADER_BYTES, HeaderError, aligned, as_config_error, tiled_bytes
 from tidewheel.regular_files import open_regular
 
 MAX_COUNT = 1 << 22  # tensors, keys, or values of a list

@@ -5,41 +5,23 @@ Layout: 8 bytes little endian length n, n bytes of JSON, data that the tensors t
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import torch
 
-from tidewheel.errors import ConfigError
+from tidewheel.models.file_headers import MAX_HEADER_BYTES, HeaderError, as_config_error, tiled_bytes
 from tidewheel.models.weight_stream import StoredTensor
 from tidewheel.regular_files import open_regular
 
-MAX_HEADER_BYTES = 100_000_000
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F16": torch.float16, "BF16": torch.bfloat16,
     "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
-
-
-class HeaderError(ValueError):
-    def __init__(self, problem: str, remedy: str = "download it again") -> None:
-        super().__init__(f"{problem}; {remedy}")
-
-
-@contextlib.contextmanager
-def as_config_error(path: Path, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except HeaderError as error:
-        raise ConfigError(f"{path} is not a valid {kind} file: {error}") from None
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,18 +68,3 @@ def _stored(path: Path, name: str, raw: msgspec.Raw, start: int) -> StoredTensor
     if end - begin != tensor.num_bytes:
         raise HeaderError(f"{name!r} of {tensor.num_bytes} bytes has data_offsets {[begin, end]}")
     return tensor
-
-
-def tiled_bytes(ranges: Iterable[tuple[str, int, int]], alignment: int = 1) -> int:
-    """Return the size of data that tensors (name, first byte, bytes) tile. Raise `HeaderError` for gaps."""
-    end = 0
-    for name, begin, size in ranges:
-        expected = aligned(end, alignment)
-        if begin != expected:
-            raise HeaderError(f"{name!r} begins at byte {begin} instead of {expected}")
-        end = begin + size
-    return end
-
-
-def aligned(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment

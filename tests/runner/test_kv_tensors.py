@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
-from tidewheel.runner.host_memory import SpareMemory, resident_bytes
+from tidewheel.runner import loading
+from tidewheel.runner.host_memory import MemoryClaim, SpareMemory, resident_bytes
 from tidewheel.runner.kv_tensors import (
     CacheLayout,
     KVTensors,
@@ -21,7 +23,6 @@ from tidewheel.runner.kv_tensors import (
     decide_size,
     full_bytes,
 )
-from tidewheel.runner.loading import _allocate
 from tidewheel.settings import GIB, MIB
 from tidewheel_kernels.kv_cache.codes import scales_behind
 
@@ -95,7 +96,7 @@ def test_more_blocks_than_there_is_memory_for_are_refused_with_what_there_is(mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (MIB, 10 * MIB))
     budget = MemoryBudget(MIB, "S", "gpu_memory_utilization", 10 * MIB, 0.5)
     with pytest.raises(ConfigError) as caught:
-        _allocate(LAYOUT, 1000, torch.device("cuda", 0), budget)
+        loading._allocate(LAYOUT, 1000, torch.device("cuda", 0), budget)
     assert str(caught.value) == (
         "a KV cache of 5 MiB (1000 blocks) cannot be allocated: at most 170 blocks are free; "
         "lower num_blocks or gpu_memory_utilization"
@@ -112,6 +113,17 @@ def test_a_cache_on_a_cpu_takes_half_of_what_is_free_and_no_more_than_requests_c
     assert cpu_budget(config, SpareMemory(10 * GIB, 1), MIB).bytes == 512 * MIB  # room for cached prompts
     explicit = dataclasses.replace(config, kv_cache_memory_mb=7)
     assert cpu_budget(explicit, SpareMemory(10 * GIB, 1), GIB).bytes == 7 * MIB
+
+
+@pytest.mark.parametrize(("setting", "left"), [(None, GIB - loading.FRONT_END_BYTES), (7, GIB)])
+def test_an_automatic_cache_leaves_memory_to_the_second_front_end(
+    monkeypatch: pytest.MonkeyPatch, setting: int | None, left: int
+) -> None:
+    monkeypatch.setattr(loading, "available_host_bytes", lambda: GIB)
+    claim = mock.create_autospec(MemoryClaim)
+    claim.spare.return_value = SpareMemory(GIB, 1)
+    loading.cache_budget(EngineConfig(model="m", kv_cache_memory_mb=setting), LAYOUT, 64, {"weights": 5}, CPU, claim)
+    claim.spare.assert_called_once_with(left, 5)
 
 
 QWEN = ModelShape(28, 8, 128, 151_936, 1024, 3072)  # Qwen3-0.6B

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ _DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between 
 _PREVIEW_GRACE_NS = 10_000_000_000  # for a step under way, and a preview
 _CLOSE_TIMEOUT_S = 5.0
 _SHUTTING_DOWN = "the server is shutting down"
-NUM_TOKENIZERS = 2  # threads
+NUM_TOKENIZERS = min(2, len(os.sched_getaffinity(0)))  # threads, each with a process of some 70 MB
 
 
 class Frontend:

@@ -41,6 +41,7 @@ from tidewheel_kernels import FP8
 FIRST = "start"
 logger = logging.getLogger(__name__)
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+FRONT_END_BYTES = 256 * MIB  # of the second front end of `serve --model`, which starts after the engine
 
 
 class StageClock:
@@ -183,7 +184,8 @@ def cache_budget(
     """`needs`: other bytes by name, on a GPU those not taken yet. `claim`: None on a GPU."""
     if device.type == "cuda" and config.kv_cache_memory_mb is None:
         return gpu_budget(config, needs, device)
-    spare = None if claim is None else claim.spare(available_host_bytes(), sum(needs.values()))
+    later = FRONT_END_BYTES if config.kv_cache_memory_mb is None else 0
+    spare = None if claim is None else claim.spare(max(available_host_bytes() - later, 0), sum(needs.values()))
     return cpu_budget(config, spare, full_bytes(config, layout, max_model_len))
 
 

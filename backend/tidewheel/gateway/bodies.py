@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
-from tidewheel.gateway.output_parser import force_call
+from tidewheel.gateway.output_parser import call_grammar, forced_functions, functions_of, without_strict
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import DeadlineExceeded, InvalidRequest, Unsupported
 
@@ -26,6 +26,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CONTAINERS = 1 << 15  # lists, objects and keys
 MAX_ITEMS = 1 << 18
 _SMALL = 1 << 14  # bytes that need no check
+_MOST_CHARS = 200  # of functions' names in messages
 _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
@@ -238,15 +239,17 @@ def read_chat(fields: Fields) -> UpstreamRequest:
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
     params["max_tokens"] = _most_tokens(body)
     tools = body.tools if body.tool_choice != "none" else []
-    names = frozenset(_function_name(tool) for tool in tools) if tools else None
-    schema_name = ""
+    functions, schema_name = functions_of(tools), ""
     if body.tool_choice not in ("auto", "none"):
-        params["structured_outputs"], tools, names, schema_name = force_call(tools, body.tool_choice, params)
+        functions = forced_functions(tools, body.tool_choice, params)
+        names = " or ".join(functions)
+        schema_name = f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
+        params["structured_outputs"], tools = call_grammar(functions), without_strict(tools)
     if tools:
         params.setdefault("skip_special_tokens", False)  # a call's mark may be one
     prompt = _conversation(body.messages, tools, body.chat_template_kwargs)
     request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
-    request.tools, request.schema_name = names, schema_name
+    request.tools, request.schema_name = frozenset(functions) if tools else None, schema_name
     return request
 
 
@@ -317,11 +320,6 @@ def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], t
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
-
-
-def _function_name(tool: dict[str, Any]) -> str:
-    function = tool.get("function")  # the backend checks it
-    return str(function.get("name") if isinstance(function, dict) else None)
 
 
 def _prompts(name: str, prompt: str | list[str | int | list[int]], limit: int) -> list[Prompt]:

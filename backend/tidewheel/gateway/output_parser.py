@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -29,10 +29,10 @@ _decoder = json.JSONDecoder()
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "decoding_guide_type")
 _FIELDS = ("structured_outputs", "response_format", *(f"guided_{name}" for name in _GRAMMARS))
-_MOST_CHARS = 200  # of names in messages
 
 Tools = list[dict[str, Any]]
 ToolChoice = str | dict[str, Any]
+Functions = Mapping[str, Mapping[str, Any]]  # by name
 
 
 class ToolCall(NamedTuple):
@@ -196,25 +196,28 @@ def _new_id() -> str:
     return secrets.token_hex(5)[:9]  # as Mistral's templates want
 
 
-class ForcedCall(NamedTuple):
-    grammar: dict[str, Any]  # value of `structured_outputs`
-    tools: Tools  # without `strict`: the call follows its schema
-    names: frozenset[str]  # of the allowed functions
-    schema_name: str  # for messages
+def functions_of(tools: Tools) -> Functions:
+    """Return the functions by name, without malformed ones, which the backend refuses."""
+    functions = [tool.get("function") for tool in tools]
+    return {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
 
 
-def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> ForcedCall:
-    """Return the tool call that `tool_choice` forces. Raise `InvalidRequest`, also if `params` have a grammar.
-
-    The answer is `{"name": …, "arguments": {…}}` for all models.
-    """
+def forced_functions(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> Functions:
+    """Return the functions, one of which must be called. Raise `InvalidRequest`, also if `params` have a grammar."""
     if name := grammar_field(params):
         raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
-    functions = _forced_functions(tools, tool_choice)
+    known = functions_of(tools)
+    names = list(known) if tool_choice == "required" else [_chosen_name(tool_choice)]
+    if not known or names[0] not in known:
+        wanted = names[0] if names else "a tool"
+        raise InvalidRequest(f"tool_choice forces a call of {wanted}: tools has no such function")
+    return {name: known[name] for name in names}
+
+
+def call_grammar(functions: Functions) -> dict[str, Any]:
+    """Return the grammar of `{"name": …, "arguments": {…}}`, the form of a forced call for all models."""
     calls = [_call_schema(name, function.get("parameters") or _NO_PARAMETERS) for name, function in functions.items()]
-    joined = " or ".join(functions)
-    schema_name = f"tools: parameters of {joined if len(joined) <= _MOST_CHARS else 'a function'}"
-    return ForcedCall({"json": {"anyOf": calls}}, _without_strict(tools), frozenset(functions), schema_name)
+    return {"json": {"anyOf": calls}}
 
 
 def grammar_field(params: Mapping[str, object]) -> str:
@@ -229,16 +232,6 @@ def _is_grammar(name: str, value: object) -> bool:
     return bool(value) and value != {"type": "text"} and any(member is not None for member in members)
 
 
-def _forced_functions(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> dict[str, Mapping[str, Any]]:
-    functions = [tool.get("function") for tool in tools]
-    known = {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
-    names = list(known) if tool_choice == "required" else [_chosen_name(tool_choice)]
-    if not known or names[0] not in known:
-        wanted = names[0] if names else "a tool"
-        raise InvalidRequest(f"tool_choice forces a call of {wanted}: tools has no such function")
-    return {name: known[name] for name in names}
-
-
 def _chosen_name(tool_choice: ToolChoice) -> str:
     match tool_choice:
         case {"type": "function", "function": {"name": str(name)}}:
@@ -249,7 +242,8 @@ def _chosen_name(tool_choice: ToolChoice) -> str:
     )
 
 
-def _without_strict(tools: Tools) -> Tools:
+def without_strict(tools: Tools) -> Tools:
+    """Return the tools without `strict`: a forced call follows its schema."""
     functions = [tool.get("function") for tool in tools]
     bare = [{k: v for k, v in one.items() if k != "strict"} if isinstance(one, dict) else one for one in functions]
     return [{**tool, "function": function} for tool, function in zip(tools, bare, strict=True)]

@@ -80,46 +80,44 @@ def _serve_workers(options: StandaloneOptions) -> int:
     """Serve by processes that share a port, restarted when they die. Raise `ServeError` or `CrashLoop`."""
     remove_left_over(base := run_dir(), _PREFIX)
     with StopSignals() as signals, _reserved(options.host, options.port) as port, new_folder(base, _PREFIX) as folder:
-        options = msgspec.structs.replace(options, port=port)
-        workers = [GatewayWorker(folder, index, options.workers) for index in range(options.workers)]
-        with _running(options, workers, signals) as children:
+        command = msgspec.structs.replace(options, port=port).command
+        children = [
+            RestartedChild(
+                f"worker {index} of the gateway",
+                partial(Child, [*command, str(folder), str(index)], ends_with_parent=True),
+                _note,
+            )
+            for index in range(options.workers)
+        ]
+        try:
+            for index, one in enumerate(children):
+                one.child.wait_ready(partial(_is_settled, GatewayWorker(folder, index), signals), _START_S)
             announce(options.host, port)
             while not signals.count:
-                for child in children:
-                    child.watch()
+                for one in children:
+                    one.watch()
                 time.sleep(_LOOK_S)
+            _end(children, signals)
+        except StartError:
+            raise ServeError("a worker of the gateway could not start: its error is above") from None
+        finally:
+            for one in children:
+                one.child.kill()
     return 0
+
+
+def _end(children: Sequence[RestartedChild], signals: StopSignals) -> None:
+    num_asked = -1
+    while not all(one.child.has_ended for one in children):
+        if signals.count > num_asked:
+            num_asked = signals.count
+            for one in children:
+                one.child.terminate()
+        time.sleep(_LOOK_S)
 
 
 def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201
-
-
-@contextlib.contextmanager
-def _running(
-    options: StandaloneOptions, workers: Sequence[GatewayWorker], signals: StopSignals
-) -> Iterator[Sequence[RestartedChild]]:
-    commands = [[*options.command, str(worker.folder), str(worker.index)] for worker in workers]
-    children = [
-        RestartedChild(f"worker {index} of the gateway", partial(Child, command, ends_with_parent=True), _note)
-        for index, command in enumerate(commands)
-    ]
-    try:
-        for worker, restarted in zip(workers, children, strict=True):
-            restarted.child.wait_ready(partial(_is_settled, worker, signals), _START_S)
-        yield children
-        num_asked = -1
-        while not all(restarted.child.has_ended for restarted in children):
-            if signals.count > num_asked:
-                num_asked = signals.count
-                for restarted in children:
-                    restarted.child.terminate()
-            time.sleep(_LOOK_S)
-    except StartError:
-        raise ServeError("a worker of the gateway could not start: its error is above") from None
-    finally:
-        for restarted in children:
-            restarted.child.kill()
 
 
 def _is_settled(worker: GatewayWorker, signals: StopSignals) -> bool:

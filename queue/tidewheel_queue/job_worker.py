@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient
 from tidewheel_client.errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
+from tidewheel_client.facade import AsyncEvent
 from tidewheel_queue.jobs import Job, unpack
 from tidewheel_queue.lua_scripts import QueueNames
 from tidewheel_queue.redis_endpoint import RedisEndpoint
@@ -87,7 +87,7 @@ class Worker:
         self._note = note
         self._held: dict[str, asyncio.Task[None]] = {}
         self._taking = asyncio.Lock()  # a job being taken is not yet in `_held`
-        self._wake = asyncio.Event()
+        self._wake = AsyncEvent()
         self._is_stopping = False
         self._num_takes = 0
         self._next_claim = 0.0
@@ -104,7 +104,17 @@ class Worker:
             self._finishes: Batcher[FinishedJob, bool] = Batcher(self._store.finish)
             self._emits: Batcher[StreamChunk, None] = Batcher(self._store.emit)
             async with asyncio.TaskGroup() as group:
-                await self._run(group)
+                keepers = [
+                    group.create_task(coroutine)
+                    for coroutine in (
+                        self._finishes.run(), self._emits.run(), self._gate.run(), self._beat(),
+                        self._store.listen(self._ring, self._drop),
+                    )
+                ]  # fmt: skip
+                await self._take(group)
+                await self._drain()
+                for keeper in keepers:
+                    keeper.cancel()
         except BaseExceptionGroup as group_error:  # of a task, whose end cancels the others
             raise group_error.exceptions[0] from None
         finally:
@@ -116,19 +126,6 @@ class Worker:
         self._gate.end()
         self._wake.set()
 
-    async def _run(self, group: asyncio.TaskGroup) -> None:
-        keepers = [
-            group.create_task(coroutine)
-            for coroutine in (
-                self._finishes.run(), self._emits.run(), self._gate.run(), self._beat(),
-                self._store.listen(self._ring, self._drop),
-            )
-        ]  # fmt: skip
-        await self._take(group)
-        await self._drain()
-        for keeper in keepers:
-            keeper.cancel()
-
     async def _take(self, group: asyncio.TaskGroup) -> None:
         while not self._is_stopping:
             self._wake.clear()
@@ -138,9 +135,7 @@ class Worker:
                     continue
                 if self._options.until_empty and not self._held and not await self._store.has_jobs():
                     return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_EVERY_S):
-                    await self._wake.wait()
+            await self._wake.wait_for(_LOOK_EVERY_S)
 
     async def _take_some(self, group: asyncio.TaskGroup, room: int) -> bool:
         now = time.monotonic()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tidewheel_client.async_client import AsyncClient
 from tidewheel_client.errors import RequestError
+from tidewheel_client.facade import AsyncEvent
 
 _FIRST_LOOK_S = 0.1
 _LONGEST_LOOK_S = 2.0
@@ -20,7 +21,7 @@ class ServerGate:
         self._on_open = on_open
         self._opened = asyncio.Event()
         self._shut = asyncio.Event()
-        self._is_ending = False
+        self._ending = AsyncEvent()
         self._paused_until = 0.0
 
     @property
@@ -28,7 +29,7 @@ class ServerGate:
         return self._opened.is_set() and time.monotonic() >= self._paused_until
 
     def shut(self, reason: str) -> None:
-        if self._opened.is_set() and not self._is_ending:
+        if self._opened.is_set() and not self._ending.is_set():
             self._note(f"the server at {self._client.url} is away, its jobs wait for it: {reason}")
             self._opened.clear()
             self._shut.set()
@@ -38,15 +39,14 @@ class ServerGate:
 
     async def wait(self, seconds: float = 0.0) -> bool:
         """Wait `seconds`, then until the gate opens. Return False if the worker ends."""
-        end = time.monotonic() + seconds
-        while not self._is_ending and (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, _FIRST_LOOK_S))
+        if seconds > 0:
+            await self._ending.wait_for(seconds)
         await self._opened.wait()
-        return not self._is_ending
+        return not self._ending.is_set()
 
     def end(self) -> None:
         """Open the gate for good, so that waiting tasks give back their jobs."""
-        self._is_ending = True
+        self._ending.set()
         self._opened.set()
 
     async def run(self) -> None:

@@ -159,21 +159,17 @@ class Batcher(Generic[T, R]):
     def __init__(self, write: Callable[[list[T]], Awaitable[Sequence[R]]], most: int = 256) -> None:
         self._write = write
         self._most = most
-        self._waiting: list[tuple[T, asyncio.Future[R]]] = []
-        self._added = asyncio.Event()
+        self._added: asyncio.Queue[tuple[T, asyncio.Future[R]]] = asyncio.Queue()
 
     def add(self, item: T) -> asyncio.Future[R]:
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future))
-        self._added.set()
+        self._added.put_nowait((item, future))
         return future
 
     async def run(self) -> None:
         while True:
-            await self._added.wait()
-            batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
-            if not self._waiting:
-                self._added.clear()
+            batch = [await self._added.get()]
+            batch += [self._added.get_nowait() for _ in range(min(self._added.qsize(), self._most - 1))]
             answers = await self._write([item for item, _ in batch])
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():  # its task may be cancelled

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import operator
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -15,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tidewheel_client.errors import Busy, RequestError, ServerUnavailable, Unsupported
+from tidewheel_client.facade import settled
 from tidewheel_queue.embedded_redis import EmbeddedRedis
 from tidewheel_queue.lua_scripts import SCRIPTS, QueueNames
 
@@ -59,7 +61,7 @@ class RedisEndpoint:
     @classmethod
     async def open(cls, where: str | Path) -> Self:
         """Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
-        endpoint: Self = await cls._in_thread(cls, where)
+        endpoint: Self = await settled(cls._in_thread(cls, where))
         try:
             info = await endpoint.call(endpoint.redis.info)
             endpoint.check_version(str(info.get("redis_version", "0")))
@@ -87,7 +89,7 @@ class RedisEndpoint:
     async def revive(self) -> None:
         """Restart a dead embedded Redis. Raise `ServerUnavailable`."""
         if self._embedded is not None:
-            await self._in_thread(self._embedded.revive)
+            await settled(self._in_thread(self._embedded.revive))
 
     async def close(self) -> None:
         await self._answer(getattr(self.redis, "aclose", self.redis.close))
@@ -117,16 +119,12 @@ class RedisEndpoint:
             self._embedded.close()
 
 
-async def _at_once(call: Callable[..., Any], *arguments: Any) -> Any:
-    return call(*arguments)
-
-
 class BlockingRedisEndpoint(RedisEndpoint):
     """Redis endpoint whose coroutines block instead of suspending."""
 
     _library: ClassVar[Any] = redis
     _retry = Retry
-    _in_thread = staticmethod(_at_once)
+    _in_thread = staticmethod(operator.call)
 
 
 def is_lost(error: Exception) -> bool:

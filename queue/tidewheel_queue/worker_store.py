@@ -184,13 +184,9 @@ class SilenceWatch:
 
     def __init__(self, most_equal: int) -> None:
         self._most_equal = most_equal
-        self._seen: dict[str, tuple[str, int]] = {}  # heartbeat and repeats, by worker
+        self._repeats: dict[tuple[str, str], int] = {}  # by worker and heartbeat
 
     def look(self, beats: Mapping[str, str]) -> dict[str, str]:
         """Return the heartbeats of the dead workers."""
-        seen = {}
-        for worker, beat in beats.items():
-            last, times = self._seen.get(worker, ("", 0))
-            seen[worker] = (beat, times + 1 if worker in self._seen and beat == last else 0)
-        self._seen = seen
-        return {worker: beat for worker, (beat, times) in seen.items() if times >= self._most_equal}
+        self._repeats = {one: self._repeats.get(one, -1) + 1 for one in beats.items()}
+        return {worker: beat for (worker, beat), times in self._repeats.items() if times >= self._most_equal}

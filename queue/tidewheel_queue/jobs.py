@@ -190,20 +190,16 @@ def _job_of_line(number: int, line: bytes) -> dict[str, object]:
     try:
         if len(line) > 8 * MAX_JOB_BYTES:  # a character takes up to six
             raise InvalidRequest(f"it has {len(line)} bytes, too many for a job of {MAX_JOB_BYTES}")
-        job = _read_json(line)
+        job = json.loads(line, parse_constant=_refuse)
         pack(job)
         return dict(job)
     except RequestError as error:
-        raise InvalidRequest(f"line {number}: {error.message}") from None
-
-
-def _read_json(line: bytes) -> Any:
-    try:
-        return json.loads(line, parse_constant=_refuse)
+        reason = error.message
     except RecursionError:
-        raise InvalidRequest("the JSON is nested too deeply") from None
+        reason = "the JSON is nested too deeply"
     except ValueError as error:
-        raise InvalidRequest(f"this is no JSON ({error})") from None
+        reason = f"this is no JSON ({error})"
+    raise InvalidRequest(f"line {number}: {reason}")
 
 
 def _refuse(name: str) -> None:

@@ -201,7 +201,7 @@ def test_requests_are_answered_each_for_itself(tmp_path: Path) -> None:
 
 def test_without_log_and_traces_nothing_is_told(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path))
-    assert frontend.options["on_ended"] is None
+    assert frontend.options["on_ended"] == []
     started.finalize()
 
 

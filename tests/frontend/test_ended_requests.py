@@ -24,7 +24,7 @@ def ended() -> list[EndedRequest]:
 
 @pytest.fixture
 def harness(tmp_path: Path, ended: list[EndedRequest]) -> Iterator[FrontendHarness]:
-    harness = FrontendHarness(tmp_path, on_ended=ended.append)
+    harness = FrontendHarness(tmp_path, on_ended=[ended.append])
     yield harness
     harness.close()
 

@@ -109,7 +109,7 @@ class SpeechHarness(FrontendHarness):
 def harness(tmp_path: Path) -> Iterator[SpeechHarness]:
     ended: list[EndedRequest] = []
     sizes = {"max_prompt_bytes": 1 << 22, "max_audio_samples": MOST}
-    harness = SpeechHarness(tmp_path, on_ended=ended.append, **sizes, **RULES)  # type: ignore[arg-type]
+    harness = SpeechHarness(tmp_path, on_ended=[ended.append], **sizes, **RULES)  # type: ignore[arg-type]
     harness.ended = ended
     yield harness
     harness.close()

@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, request_metrics
@@ -32,26 +32,6 @@ log = logging.getLogger(__name__)
 FOLLOW_S = 1.0
 
 
-class RequestEvents:
-    """Request log and span exporter, each fed by its own queue."""
-
-    def __init__(self, settings: ModelSettings) -> None:
-        """Open the outputs of the settings. Raise `ConfigError` if one cannot be opened."""
-        model, frontend = settings.labels(settings.entry)["model_name"], settings.frontend
-        targets = ((RequestLog, frontend.request_log), (RequestSpans, frontend.otlp_traces_endpoint))
-        self._sinks = [sink(target, model) for sink, target in targets if target]
-        self._queues = [EventQueue(sink.name, sink.write) for sink in self._sinks]
-        self.listener = self._put if self._queues else None
-
-    def close(self) -> None:
-        for part in (*self._queues, *self._sinks):
-            part.close()
-
-    def _put(self, ended: EndedRequest) -> None:
-        for queue in self._queues:
-            queue.put(ended)
-
-
 class EngineFrontend:
     def __init__(
         self,
@@ -59,7 +39,7 @@ class EngineFrontend:
         target: EngineTarget,
         name: str,
         must_stop: Callable[[], bool],
-        on_ended: Callable[[EndedRequest], None] | None = None,
+        on_ended: Sequence[Callable[[EndedRequest], None]] = (),
     ) -> None:
         """Start or join the engine. Raise `ConfigError` or `TidewheelError` if the engine fails or `must_stop()`."""
         self.target = target
@@ -133,6 +113,15 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
         raise
 
 
+def _open_events(settings: ModelSettings, until: contextlib.ExitStack) -> Iterator[Callable[[EndedRequest], None]]:
+    """Open request log and span exporter, if they are set, and yield the `put` of each queue. Raise `ConfigError`."""
+    model, frontend = settings.labels(settings.entry)["model_name"], settings.frontend
+    for kind, target in ((RequestLog, frontend.request_log), (RequestSpans, frontend.otlp_traces_endpoint)):
+        if target:
+            sink = until.enter_context(contextlib.closing(kind(target, model)))
+            yield until.enter_context(contextlib.closing(EventQueue(sink.name, sink.write))).put
+
+
 class Follower:
     """Thread that moves a model instance to a new engine or settings. Requests in flight finish on the old engine."""
 
@@ -148,8 +137,8 @@ class Follower:
         self._health_problem = ""
         with contextlib.ExitStack() as undo:
             undo.callback(take_back, model_dir)
-            self.events = RequestEvents(settings)
-            undo.callback(self.events.close)
+            self._events = undo.enter_context(contextlib.ExitStack())
+            self._on_ended = [*_open_events(settings, self._events)]
             undo.callback(self._close_health_port)
             self._open_health_port()
             self.serving = self._serve(target)
@@ -165,7 +154,7 @@ class Follower:
         self._close_health_port()
         for serving in (*self._leaving, self.serving):
             serving.close()
-        self.events.close()
+        self._events.close()
 
     def _open_health_port(self) -> None:
         host, port = self._settings.frontend.health_host, self._settings.frontend.health_port
@@ -212,7 +201,7 @@ class Follower:
         log.info("%s follows to engine %s", self._name, target.folder.name)
 
     def _serve(self, target: EngineTarget) -> EngineFrontend:
-        return EngineFrontend(self._settings, target, self._name, self._stopped.is_set, self.events.listener)
+        return EngineFrontend(self._settings, target, self._name, self._stopped.is_set, self._on_ended)
 
     def _next_target(self) -> EngineTarget | None:
         now, has_failed = self.serving.target, self.serving.client.has_failed

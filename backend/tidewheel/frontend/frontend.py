@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
@@ -52,7 +52,7 @@ class Frontend:
         gate: AdmissionGate,
         *,
         on_idle: Callable[[], None] = lambda: None,
-        on_ended: Callable[[EndedRequest], None] | None = None,
+        on_ended: Sequence[Callable[[EndedRequest], None]] = (),
         poll_interval_s: float = 0.02,
     ) -> None:
         """`on_idle` is called before the last response of the last live request, `on_ended` after each request."""
@@ -111,8 +111,8 @@ class Frontend:
         self._recorder.received()
         self._recorder.failed(error, had_output=False)
         sink.fail(error)
-        if self._on_ended is not None:
-            self._on_ended(EndedRequest(request_id, arrival_ns, time.monotonic_ns(), tag=error.tag))
+        for note in self._on_ended:
+            note(EndedRequest(request_id, arrival_ns, time.monotonic_ns(), tag=error.tag))
 
     def wait_for_room(self) -> None:
         self._gate.wait()
@@ -350,10 +350,12 @@ class Frontend:
             logger.exception("the figures of a request could not be published")
 
     def _report_end(self, request: LiveRequest, response: Response = (), error: TidewheelError | None = None) -> None:
-        if self._on_ended is None:
+        if not self._on_ended:
             return
         try:
-            self._on_ended(EndedRequest.of(request, time.monotonic_ns(), response, error))
+            ended = EndedRequest.of(request, time.monotonic_ns(), response, error)
+            for note in self._on_ended:
+                note(ended)
         except Exception:
             logger.exception("the end of a request could not be noted")
 

@@ -45,7 +45,7 @@ class FrontendHarness:
         gate: AdmissionGate | None = None,
         default_max_tokens: int | Literal["context"] = "context",
         poll_interval_s: float = 0.001,
-        on_ended: Callable[[EndedRequest], None] | None = None,
+        on_ended: Sequence[Callable[[EndedRequest], None]] = (),
         max_audio_samples: int = 0,
         **files: object,
     ) -> None:

@@ -147,7 +147,7 @@ def arrays(tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def test_every_output_but_the_text_has_a_batch_dimension() -> None:
-    (tensors,) = response_tensors([CHUNK], ASKED, ["né"])
+    (tensors,) = response_tensors([CHUNK], ASKED)
     outputs = arrays(tensors)
     assert outputs.keys() | {"sequence_index"} >= ENSEMBLE_OUTPUTS.keys()
     del outputs["first_token_time_ns"], outputs["last_token_time_ns"], outputs["priority"]

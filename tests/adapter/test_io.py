@@ -271,7 +271,7 @@ def test_logprobs_of_the_prompt() -> None:
 
 def test_an_embedding() -> None:
     chunk = OutputChunk(text="", embedding=np.array([0.5, -0.25], np.float32), finish_reason="stop")
-    (tensors,) = response_tensors([chunk], ResponseFormat(), [""])
+    (tensors,) = response_tensors([chunk], ResponseFormat())
     (embedding,) = (tensor.as_numpy() for tensor in tensors if tensor.name() == "embedding")
     assert (embedding.dtype, embedding.tolist()) == (np.float32, [0.5, -0.25])
 
@@ -313,7 +313,7 @@ def values(chunk: OutputChunk, response_format: ResponseFormat) -> dict[str, Any
 
 
 def several(response: Response, response_format: ResponseFormat) -> dict[str, Any]:
-    (tensors,) = response_tensors(response, response_format, [chunk.text for chunk in response])
+    (tensors,) = response_tensors(response, response_format)
     for one in tensors:
         assert one.as_numpy().dtype == _OUTPUT_DTYPES[one.name()], one.name()
         assert one.as_numpy().ndim == len(_OUTPUT_DIMS[one.name()])
@@ -372,7 +372,7 @@ def test_a_chunk_in_the_middle() -> None:
 def test_a_thread_keeps_the_finish_reasons_of_unfinished_responses() -> None:
     def tensors(*reasons: str | None) -> dict[str, Any]:
         response = [OutputChunk(text="", finish_reason=reason) for reason in reasons]
-        (tensors,) = response_tensors(response, ResponseFormat(finish_reason=True), [""] * len(response))
+        (tensors,) = response_tensors(response, ResponseFormat(finish_reason=True))
         return {tensor.name(): tensor for tensor in tensors}
 
     first, again, two, ended = tensors(None), tensors(None), tensors(None, None), tensors(None, "stop")

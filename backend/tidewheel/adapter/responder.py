@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
@@ -14,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from tidewheel.adapter.tensors import ResponseFormat
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError, printable
-from tidewheel.frontend.output import OutputChunk, Response, is_last
+from tidewheel.frontend.output import Response, is_last
 from tidewheel.sampling import TopLogprobs
 
 _COUNTS = frozenset(("num_input_tokens", "num_output_tokens"))  # tensors of few values
@@ -71,7 +72,8 @@ class TritonSink:
             self._lock.release()
 
     def _respond(self, response: Response) -> None:
-        *others, last = response_tensors(response, self.format, self._texts_of(response))
+        whole = self._accumulated(response) if self.format.accumulate else response
+        *others, last = response_tensors(whole, self.format)
         for tensors in others:
             self._sender.send(pb_utils.InferenceResponse(tensors), flags=0)
         is_final = is_last(response)
@@ -90,36 +92,29 @@ class TritonSink:
             pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
         self._on_end()
 
-    def _texts_of(self, response: Response) -> list[str]:
-        new = [chunk.text for chunk in response]
-        if not self.format.accumulate:
-            return new
-        self._texts.append(new)
-        return ["".join(texts) for texts in zip(*self._texts, strict=True)]
+    def _accumulated(self, response: Response) -> Response:
+        self._texts.append([chunk.text for chunk in response])
+        texts = map("".join, zip(*self._texts, strict=True))
+        return [msgspec.structs.replace(chunk, text=text) for chunk, text in zip(response, texts, strict=True)]
 
 
 Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
 
 
-def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[list[Any]]:
+def response_tensors(response: Response, response_format: ResponseFormat) -> list[list[Any]]:
     """Return the tensors of one or more responses of Triton, with an element per sequence."""
     if (tensors := response[0].tensors) is not None:
         kind = pb_utils.Tensor
         return [[each if isinstance(each, kind) else kind(name, each) for name, each in tensors.items()]]
     if not response_format.one_by_one or len(response) == 1:
-        return [_tensors(response, response_format, _arrays(response, response_format, texts))]
+        return [_tensors(response, response_format)]
     # Sequences without new tokens are left out, except at the end.
-    shown = [index for index, chunk in enumerate(response) if chunk.token_ids or texts[index] or is_last(response)]
-    return [_of_one(response[index], response_format, texts[index], index) for index in shown or [0]]
+    shown = [index for index, chunk in enumerate(response) if chunk.token_ids or chunk.text or is_last(response)]
+    return [_tensors([response[index]], response_format, index) for index in shown or [0]]
 
 
-def _of_one(chunk: OutputChunk, response_format: ResponseFormat, text: str, index: int) -> list[Any]:
-    arrays = _arrays([chunk], response_format, [text])
-    return _tensors([chunk], response_format, {**arrays, "sequence_index": np.array([index], np.int32)})
-
-
-def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> Arrays:
-    arrays: Arrays = {"text_output": _encoded(texts)}
+def _arrays(response: Response, response_format: ResponseFormat) -> Arrays:
+    arrays: Arrays = {"text_output": _encoded([chunk.text for chunk in response])}
     if response[0].cumulative_logprob is not None:
         arrays |= _logprob_arrays(response, response_format)
     if response_format.logprobs:
@@ -195,7 +190,10 @@ def _entries(token_id: int, logprobs: TopLogprobs | None, texts: Mapping[int, st
     }
 
 
-def _tensors(response: Response, response_format: ResponseFormat, arrays: Arrays) -> list[Any]:
+def _tensors(response: Response, response_format: ResponseFormat, index: int | None = None) -> list[Any]:
+    arrays = _arrays(response, response_format)
+    if index is not None:
+        arrays["sequence_index"] = np.array([index], np.int32)
     if response_format.is_trtllm:
         arrays = _as_ensemble(arrays)
     thread_id = threading.get_ident()

@@ -64,7 +64,6 @@ class GenerationResult:
 class _Prompt:
     requests: list[Request]
     outputs: Outputs
-    error: TidewheelError | None = None  # if never accepted
 
     def results(self) -> list[GenerationResult]:
         self.outputs.end(FinishReason.ERROR.value)  # sequences that an error ended
@@ -83,7 +82,7 @@ class _Prompt:
             logprobs=chunk.logprobs,
             prompt_logprobs=None if asked is None else [None, *leader.prompt_logprobs],
             cumulative_logprob=chunk.cumulative_logprob,
-            error=self.error or request.error,
+            error=request.error,
             index=index,
             weights=request.weights_used,
         )
@@ -204,13 +203,11 @@ class LLM(AbstractContextManager["LLM"]):
         return grammar
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> Int32Array:
-        tokenizer = self._tokenizer
-        if tokenizer is None and (isinstance(prompt, str) or sampling.stop or sampling.bad_words):
+        if self._tokenizer is not None and isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        if isinstance(prompt, str) or (self._tokenizer is None and (sampling.stop or sampling.bad_words)):
             raise InvalidRequest("text prompts, stop and bad_words need a tokenizer: leave skip_tokenizer_init out")
-        if tokenizer is None or not isinstance(prompt, str):
-            assert not isinstance(prompt, str)
-            return _input_ids(prompt)
-        return tokenizer.encode(prompt)
+        return _input_ids(prompt)
 
     def _add(self, core: EngineCore, prompt: _Prompt) -> None:
         try:
@@ -218,8 +215,8 @@ class LLM(AbstractContextManager["LLM"]):
         except InvalidRequest:
             raise
         except TidewheelError as error:
-            prompt.error = error
             for request in prompt.requests:
+                request.error = error
                 del self._open[request.request_id]
 
     def _deliver(self, outputs: StepOutputs) -> None:

@@ -34,6 +34,7 @@ class Parameter(NamedTuple):
     max_entries: int | None = None
     max_bytes: int | None = None
     max_chars: int | None = None
+    choices: tuple[str, ...] = ()  # of a text; none: any
     is_printable: bool = False  # without control characters
     is_tensor: bool = True  # an input tensor has the name
 
@@ -75,6 +76,8 @@ class Parameter(NamedTuple):
         size = len(value.encode("utf-8", "surrogatepass"))
         if self.max_bytes is not None and size > self.max_bytes:
             raise InvalidRequest(f"{name} has {size} bytes: at most {self.max_bytes} are allowed")
+        if self.choices and value not in self.choices:
+            raise InvalidRequest(f"{name} is {value!r}: it must be {' or '.join(self.choices)}")
         if self.is_printable and (control := control_character(value)):
             raise InvalidRequest(f"{name} holds {control}: remove it")
 

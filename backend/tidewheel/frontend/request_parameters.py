@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
@@ -101,16 +101,14 @@ def _to_allowed(name: str, value: object) -> tuple[int, ...]:
     return allowed
 
 
-def _to_grammar(name: str, value: object) -> Grammar:
-    if not isinstance(value, Grammar):
-        raise InvalidRequest(f"{name} is {show(value)}: send guided_grammar or structured_outputs")
-    return value
+def _refuse_grammar(name: str, value: object) -> NoReturn:
+    raise InvalidRequest(f"{name} is {show(value)}: send guided_grammar or structured_outputs")
 
 
 COERCIONS_BY_KIND: Mapping[str, Coercion] = {
     "integer": coercion.to_int, "number": coercion.to_float, "true or false": coercion.to_bool,
     "text": coercion.to_text, "list of texts": coercion.to_texts, "list of token ids": coercion.to_ints,
-    "object of token id to number": coercion.to_bias, "grammar": _to_grammar,
+    "object of token id to number": coercion.to_bias, "grammar": _refuse_grammar,
     "priority": lambda name, value: to_priority(name, coercion.to_int(name, value)),
 }  # fmt: skip
 COERCIONS: Mapping[str, Coercion] = {name: COERCIONS_BY_KIND[field.kind] for name, field in FIELDS.items()} | {

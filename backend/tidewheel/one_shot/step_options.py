@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -8,8 +9,7 @@ from tidewheel.errors import InvalidRequest
 from tidewheel.parameters import Parameter, at_least, check_fields
 from tidewheel.sampling import MAX_SEED
 
-_CHOICES = {"on_deadline": ("error", "preview"), "format": ("raw", "png", "png_base64")}
-_choice = Parameter("one of a few words", max_chars=32)
+_choice = partial(Parameter, "one of a few words", max_chars=32)
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -21,14 +21,11 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     seed: Annotated[int | None, Parameter("seed of the noise", low=0, high=MAX_SEED)] = None
     preview_every: Annotated[int, at_least(0, "steps between previews; 0: none")] = 0
     partial_images: Annotated[int, at_least(0, "previews at most, if preview_every is 0")] = 0
-    on_deadline: Annotated[str, _choice] = "error"
-    format: Annotated[str, _choice] = "raw"
+    on_deadline: Annotated[str, _choice(choices=("error", "preview"))] = "error"
+    format: Annotated[str, _choice(choices=("raw", "png", "png_base64"))] = "raw"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise InvalidRequest(f"{name} is {getattr(self, name)!r}: it must be {' or '.join(known)}")
 
 
 class StepOffer(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.output import Generation, OutputChunk, Outputs
+from tidewheel.frontend.output import Generation, Outputs
 from tidewheel.frontend.request_reader import MessageMaker, truncated
 from tidewheel.frontend.speech import SpeechRules
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -60,32 +60,30 @@ class GenerationResult:
     weights: WeightsUsed = "full"
 
 
-@dataclass(slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     requests: list[Request]
     outputs: Outputs
 
     def results(self) -> list[GenerationResult]:
         self.outputs.end(FinishReason.ERROR.value)  # sequences that an error ended
-        pairs = zip(self.requests, self.outputs.take(), strict=True)
-        return [self._result(index, request, chunk) for index, (request, chunk) in enumerate(pairs)]
-
-    def _result(self, index: int, request: Request, chunk: OutputChunk) -> GenerationResult:
-        leader = self.requests[0]
-        asked = leader.sampling.prompt_logprobs
-        return GenerationResult(
-            text=chunk.text,
-            token_ids=chunk.token_ids,
-            finish_reason=chunk.finish_reason or FinishReason.ERROR.value,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            logprobs=chunk.logprobs,
-            prompt_logprobs=None if asked is None else [None, *leader.prompt_logprobs],
-            cumulative_logprob=chunk.cumulative_logprob,
-            error=request.error,
-            index=index,
-            weights=request.weights_used,
-        )
+        leader, pairs = self.requests[0], zip(self.requests, self.outputs.take(), strict=True)
+        prompt_logprobs = None if leader.sampling.prompt_logprobs is None else [None, *leader.prompt_logprobs]
+        return [
+            GenerationResult(
+                text=chunk.text,
+                token_ids=chunk.token_ids,
+                finish_reason=chunk.finish_reason or FinishReason.ERROR.value,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                logprobs=chunk.logprobs,
+                prompt_logprobs=prompt_logprobs,
+                cumulative_logprob=chunk.cumulative_logprob,
+                error=request.error,
+                index=index,
+                weights=request.weights_used,
+            )
+            for index, (request, chunk) in enumerate(pairs)
+        ]
 
 
 class LLM(AbstractContextManager["LLM"]):

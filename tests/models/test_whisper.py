@@ -23,6 +23,7 @@ from tidewheel.engine.build import engine_info, load_model_runner, scheduler_con
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
+from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation
 from tidewheel.frontend.request_reader import MessageMaker
 from tidewheel.kvcache.manager import KVCacheManager
@@ -52,7 +53,7 @@ class Case(NamedTuple):
     expected: list[list[int]]
 
     def message(self, audio: Array | None, sampling: SamplingParams = GREEDY, **options: object) -> AddRequest:
-        maker = MessageMaker(self.info, None)
+        maker = MessageMaker(self.info, None, GenerationDefaults.load(Path(self.info.model)))
         assert maker.speech is not None
         prompt = maker.speech.prompt("en", translate=False)
         message, _ = maker.prepare(1, Generation(prompt, sampling, RequestOptions(**options), audio=audio), 1)
@@ -153,7 +154,7 @@ def test_a_preempted_request_goes_on_with_its_audio(case: Case) -> None:
 
 
 def test_languages_are_those_that_transformers_finds(case: Case) -> None:
-    maker = MessageMaker(case.info, None)
+    maker = MessageMaker(case.info, None, GenerationDefaults.load(Path(case.info.model)))
     assert maker.speech is not None
     rules, prompt = maker.speech, maker.speech.prompt("en", translate=False)
     scheduler, requests, expected = case.scheduler(64), [], []

@@ -216,11 +216,9 @@ class Frontend:
         if request.has_output:
             self._recorder.tokens(num_tokens, (now_ns - last_ns) * 1e-9 if last_ns else None)
             return
-        if not last_ns:
-            request.first_output_ns, last_ns = now_ns, request.arrival_ns
-        outputs = request.prepared.outputs
+        request.first_output_ns, outputs = now_ns, request.prepared.outputs
         num_prompt_tokens = 0 if outputs is None else outputs.num_input_tokens
-        self._recorder.tokens(num_tokens, (now_ns - last_ns) * 1e-9, num_prompt_tokens)
+        self._recorder.tokens(num_tokens, (now_ns - request.arrival_ns) * 1e-9, num_prompt_tokens)
 
     def on_stats(self, stats: EngineStats) -> None:
         self.engine_stats = stats

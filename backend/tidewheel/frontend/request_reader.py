@@ -62,13 +62,10 @@ class Reader(Protocol):
 class MessageMaker:
     """Maker of engine messages and outputs (token ids without a tokenizer). Thread-safe."""
 
-    def __init__(
-        self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
-    ) -> None:
-        """`defaults` None: read from the model's folder."""
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults) -> None:
         self._info = info
         self._tokenizer = tokenizer
-        self.defaults = defaults or GenerationDefaults.load(Path(info.model))
+        self.defaults = defaults
         self.speech = SpeechRules.load(Path(info.model)) if info.max_audio_samples else None
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         # Folders may name ids that the model cannot output.
@@ -140,7 +137,7 @@ class RequestReader(MessageMaker):
         settings: FrontendSettings,
         *,
         max_prompt_bytes: int,
-        defaults: GenerationDefaults | None = None,
+        defaults: GenerationDefaults,
         activity: Activity = loudness,
     ) -> None:
         super().__init__(info, tokenizer, defaults)

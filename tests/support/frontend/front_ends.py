@@ -19,6 +19,7 @@ from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import TokenizerFolder
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import RequestReader
@@ -60,7 +61,10 @@ class FrontendHarness:
             default_max_tokens=default_max_tokens,
         )
         encoder = LocalEncoder(TokenizerFolder(folder, vocab_size, max_prompt_bytes))
-        reader = RequestReader(self.info, self.tokenizer, encoder, settings, max_prompt_bytes=max_prompt_bytes)
+        defaults = GenerationDefaults.load(Path(self.info.model))
+        reader = RequestReader(
+            self.info, self.tokenizer, encoder, settings, max_prompt_bytes=max_prompt_bytes, defaults=defaults
+        )
         self.frontend = Frontend(
             settings, gate or AdmissionGate(), poll_interval_s=poll_interval_s, on_ended=on_ended
         )

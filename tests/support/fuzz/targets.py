@@ -86,6 +86,7 @@ def _reader() -> RequestReader:
             LocalEncoder(TokenizerFolder(folder, vocab_size, MAX_PROMPT_BYTES)),
             FrontendSettings(default_max_tokens="context"),
             max_prompt_bytes=MAX_PROMPT_BYTES,
+            defaults=GenerationDefaults.load(folder),
         )
 
 

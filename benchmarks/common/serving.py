@@ -71,8 +71,10 @@ class Served:
         ports: int,
         host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments, "--host", host]
+        """`prefix` is a command that runs the server."""
+        command = [*prefix, sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments, "--host", host]
         for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
             command += [option, str(ports + offset)]
         http, grpc, metrics, health = (f"{host}:{ports + offset}" for offset in range(4))

@@ -12,6 +12,7 @@ from tidewheel_kernels.grouped_linear import (
     grouped_embedding,
     grouped_linear,
     grouped_linear_native,
+    reference,
 )
 from tidewheel_kernels.grouped_linear.reference import (
     Bits,
@@ -68,6 +69,15 @@ def test_weights_that_no_scale_holds_are_refused(bits: Bits, odd: float) -> None
 def test_inputs_that_are_not_groups_are_refused(group_size: int) -> None:
     with pytest.raises(ValueError, match=f"192 inputs are not groups of {group_size}"):
         quantize_groups(drawn(4, 192), 8, group_size)
+
+
+@BITS
+def test_a_matrix_is_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch, bits: Bits) -> None:
+    weight = drawn(7, 64)
+    whole = quantize_groups(weight, bits)
+    monkeypatch.setattr(reference, "PIECE_VALUES", 3 * 64)
+    for part, of_whole in zip(quantize_groups(weight, bits)[:3], whole[:3], strict=True):
+        assert part is of_whole is None or torch.equal(part, of_whole)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -10,6 +10,7 @@ GROUP_SIZES = (32, 64, 128)
 INPUT_GROUP = 32  # inputs that the C kernel rounds with one scale
 LARGEST = 127  # magnitude of a number rounded to 8 bits
 LEAST = 2.0**-100  # magnitude whose reciprocal is finite
+PIECE_VALUES = 1 << 20  # rounded at once: each takes some 20 bytes meanwhile
 INT8_MULTIPLE = 8  # outputs of torch._int_mm on a GPU
 
 
@@ -88,6 +89,11 @@ def quantize_groups(
         raise ValueError(
             f"{weight.shape[1]} inputs are not groups of {group_size}; use 32, 64 or 128 where it divides"
         )
+    pieces = weight.split(max(PIECE_VALUES // weight.shape[1], 1))
+    return join_outputs([_quantize_groups(piece, bits, group_size) for piece in pieces])
+
+
+def _quantize_groups(weight: torch.Tensor, bits: Bits, group_size: int) -> GroupedWeights:
     groups = weight.float().reshape(len(weight), weight.shape[1] // group_size, group_size)
     minimums = groups.amin(-1).half() if bits == 4 else None
     above = groups if minimums is None else groups - minimums.float().unsqueeze(-1)

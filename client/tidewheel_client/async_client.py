@@ -17,7 +17,7 @@ from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.http_transport import AsyncHttpTransport
 from tidewheel_client.server_pages import Figures, ServerPages
 from tidewheel_client.stream import AsyncStream
-from tidewheel_client.transport import Ask, Transport
+from tidewheel_client.transport import Ask, Headers, Transport
 
 Item = str | Sequence[codec.Message] | Mapping[str, Any]  # as `map` says
 _POLL_S = 0.1
@@ -47,7 +47,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         retries: int = 0,
         credentials: grpc.ChannelCredentials | None = None,
-        headers: Sequence[tuple[str, str]] = (),
+        headers: Headers = (),
         transport: Transport | None = None,
         metrics_url: str | None = None,
         health_url: str | None = None,
@@ -220,8 +220,9 @@ class AsyncClient:
 
     async def streaming_models(self, /) -> tuple[str, ...]:
         index = await self._transport.call("RepositoryIndex", service_pb2.RepositoryIndexRequest(ready=True))
-        names = {entry.name for entry in index.models}
-        return tuple(sorted([name for name in names if await self._is_decoupled(name)]))
+        asked = [service_pb2.ModelConfigRequest(name=name) for name in {entry.name for entry in index.models}]
+        configs = [(await self._transport.call("ModelConfig", one)).config for one in asked]
+        return tuple(sorted(one.name for one in configs if one.model_transaction_policy.decoupled))
 
     async def metrics(self, /) -> Figures:
         """Return the server's metrics from `metrics_url` (default: port 8002 of the host)."""
@@ -241,7 +242,7 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _connect(self, credentials: grpc.ChannelCredentials | None, headers: Sequence[tuple[str, str]]) -> Transport:
+    def _connect(self, credentials: grpc.ChannelCredentials | None, headers: Headers) -> Transport:
         if not self.url.startswith(("http://", "https://")):
             return self._grpc(self.url, credentials, headers)
         if credentials is not None:
@@ -266,10 +267,6 @@ class AsyncClient:
         ask = Ask(model=self.model, request_id=request_id or uuid.uuid4().hex, prompt=prompt, params=params, **kind)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return AsyncStream(self._transport, ask, limit_s, self._retries, self._event())
-
-    async def _is_decoupled(self, model: str) -> bool:
-        answer = await self._transport.call("ModelConfig", service_pb2.ModelConfigRequest(name=model))
-        return bool(answer.config.model_transaction_policy.decoupled)
 
 
 class AsyncSession(contextlib.AbstractAsyncContextManager["AsyncSession"]):

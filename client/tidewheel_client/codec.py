@@ -29,13 +29,17 @@ def encode(ask: Ask) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=ask.model, id=ask.request_id)
     for name, value in _inputs(ask).items():
         if isinstance(value, array):
-            _add(request, name, "INT32", len(value), value.tobytes())
+            datatype, count, raw = "INT32", len(value), value.tobytes()
         elif isinstance(value, bool):
-            _add(request, name, "BOOL", 1, struct.pack("<?", value))
+            datatype, count, raw = "BOOL", 1, struct.pack("<?", value)
         else:
             # The server reports lone surrogates, so send them.
             data = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
-            _add(request, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
+            datatype, count, raw = "BYTES", 1, struct.pack("<I", len(data)) + data
+        tensor = request.inputs.add()
+        tensor.name, tensor.datatype = name, datatype
+        tensor.shape.append(count)
+        request.raw_input_contents.append(raw)
     if ask.as_parameters:
         for name, text in _parameters(ask.params).items():
             request.parameters[name].string_param = text
@@ -113,10 +117,3 @@ def _parameters(params: Mapping[str, object]) -> dict[str, str]:
     """Return them as a request's parameters. Triton keeps `priority` for itself."""
     given = {name: str(value) for name, value in params.items() if value is not None}
     return {"qos_class" if name == "priority" else name: text for name, text in given.items()}
-
-
-def _add(request: service_pb2.ModelInferRequest, name: str, datatype: str, count: int, raw: bytes) -> None:
-    tensor = request.inputs.add()
-    tensor.name, tensor.datatype = name, datatype
-    tensor.shape.append(count)
-    request.raw_input_contents.append(raw)

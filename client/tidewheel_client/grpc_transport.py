@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, ClassVar
 
 import grpc
@@ -14,7 +14,7 @@ from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.error_translation import from_rpc, from_text
 from tidewheel_client.facade import settled
-from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
+from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -26,7 +26,6 @@ CHANNEL_OPTIONS = (
 # Triton ends the call with a gRPC status in place of bare text.
 WITH_STATUS = ("triton_grpc_error", "true")
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-Headers = Sequence[tuple[str, str]]
 
 
 class GrpcResponses:
@@ -46,7 +45,8 @@ class GrpcResponses:
             if message is not None and (failure := message.error_message):
                 await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
         except asyncio.CancelledError:
-            if not self._is_cancelled or is_cancelling():
+            task = asyncio.current_task()
+            if not self._is_cancelled or (task is not None and task.cancelling()):
                 raise
         except grpc.RpcError as error:
             if not self._is_cancelled:

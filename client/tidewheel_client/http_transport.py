@@ -6,7 +6,7 @@ import contextlib
 import json
 import ssl
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 import httpx2
@@ -18,10 +18,9 @@ from tidewheel_client.answers import Chunk
 from tidewheel_client.error_translation import from_http
 from tidewheel_client.errors import Cancelled, InvalidRequest, RequestTimeout, ServerUnavailable
 from tidewheel_client.server_pages import from_connection
-from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask
+from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers
 
 T = TypeVar("T")
-Headers = Sequence[tuple[str, str]]
 _MAX_EVENT_BYTES = 64 << 20  # a long prompt's log-probabilities
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 

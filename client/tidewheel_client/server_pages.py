@@ -96,8 +96,7 @@ def read_figures(url: str, api_key: str = "") -> Figures:
 
 async def blocking_get(url: str, headers: Mapping[str, str] | None = None) -> httpx2.Response:
     try:
-        with httpx2.Client(trust_env=False, timeout=TIMEOUT_S, verify=verifies(url)) as http:
-            return http.get(url, headers=headers)
+        return httpx2.get(url, headers=headers, trust_env=False, timeout=TIMEOUT_S, verify=verifies(url))
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise from_connection(error, url) from None
 

@@ -5,8 +5,7 @@ A synchronous client's transport blocks and never suspends.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from tidewheel_client.answers import Chunk
 
 CALL_TIMEOUT_S = 5.0
 END_S = 1.0  # of a request, after its last response
+Headers = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,3 @@ class Transport(Protocol):
         """Return Triton's answer to a gRPC message. Raise `RequestError`."""
 
     async def close(self) -> None: ...
-
-
-def is_cancelling() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

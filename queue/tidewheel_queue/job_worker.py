@@ -160,12 +160,10 @@ class Worker:
     async def _drain(self) -> None:
         if self._held:
             self._note(f"finishing {len(self._held)} jobs, for up to {self._options.drain_s:g} s")
-            await asyncio.wait(list(self._held.values()), timeout=self._options.drain_s)
-        cancelled = list(self._held.values())
-        for task in cancelled:
-            task.cancel()
-        if cancelled:
-            await asyncio.wait(cancelled)
+            _, late = await asyncio.wait(self._held.values(), timeout=self._options.drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         self.figures.given_back += await self._store.give_back()
         await self._store.leave()
 

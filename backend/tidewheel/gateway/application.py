@@ -305,7 +305,7 @@ def _error_response(http: web.Request, error: RequestError) -> web.Response:
         body = msgspec.json.encode({"error": str(error)})
     else:
         body = errors.openai_body(error, http.get("fields", ()), http.get("schema_name", ""))
-    return _json_response(body, status=errors.status_of(error), headers=errors.headers_of(error))
+    return _json_response(body, status=errors.meaning_of(error).status, headers=errors.headers_of(error))
 
 
 def _json_response(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

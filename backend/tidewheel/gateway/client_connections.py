@@ -109,7 +109,7 @@ class ConnectionTable:
         )
         body = errors.openai_body(error)
         headers = errors.headers_of(error) | {"Content-Type": "application/json", "Connection": "close"}
-        lines = [f"HTTP/1.1 {errors.status_of(error)} Too Many Requests", f"Content-Length: {len(body)}"]
+        lines = [f"HTTP/1.1 {errors.meaning_of(error).status} Too Many Requests", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return "\r\n".join([*lines, "", ""]).encode() + body
 

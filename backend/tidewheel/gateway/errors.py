@@ -32,7 +32,7 @@ class UnknownUrl(errors.NotFound):
     pass
 
 
-class _Meaning(NamedTuple):
+class Meaning(NamedTuple):
     status: int
     type: str
     code: str
@@ -40,22 +40,22 @@ class _Meaning(NamedTuple):
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
-_MEANINGS: dict[type[errors.RequestError], _Meaning] = {
-    errors.InvalidRequest: _Meaning(400, _INVALID, "invalid_value"),
-    errors.PromptTooLarge: _Meaning(400, _INVALID, "context_length_exceeded"),
-    errors.Unsupported: _Meaning(400, _INVALID, "unsupported_parameter"),
-    errors.WrongKey: _Meaning(401, "authentication_error", "invalid_api_key"),
-    errors.NotFound: _Meaning(404, _INVALID, "model_not_found"),
-    UnknownUrl: _Meaning(404, _INVALID, "unknown_url"),
-    MethodNotAllowed: _Meaning(405, _INVALID, "method_not_allowed"),
-    BodyTooLarge: _Meaning(413, _INVALID, "body_too_large"),
-    errors.Busy: _Meaning(429, "rate_limit_error", "rate_limit_exceeded"),
-    errors.Cancelled: _Meaning(499, _INVALID, "cancelled"),
-    errors.Draining: _Meaning(503, _SERVER, "service_unavailable"),
-    errors.EngineDead: _Meaning(503, _SERVER, "service_unavailable"),
-    errors.ServerUnavailable: _Meaning(503, _SERVER, "service_unavailable"),
-    errors.DeadlineExceeded: _Meaning(504, _SERVER, "deadline_exceeded"),
-    errors.RequestTimeout: _Meaning(504, _SERVER, "timeout"),
+_MEANINGS: dict[type[errors.RequestError], Meaning] = {
+    errors.InvalidRequest: Meaning(400, _INVALID, "invalid_value"),
+    errors.PromptTooLarge: Meaning(400, _INVALID, "context_length_exceeded"),
+    errors.Unsupported: Meaning(400, _INVALID, "unsupported_parameter"),
+    errors.WrongKey: Meaning(401, "authentication_error", "invalid_api_key"),
+    errors.NotFound: Meaning(404, _INVALID, "model_not_found"),
+    UnknownUrl: Meaning(404, _INVALID, "unknown_url"),
+    MethodNotAllowed: Meaning(405, _INVALID, "method_not_allowed"),
+    BodyTooLarge: Meaning(413, _INVALID, "body_too_large"),
+    errors.Busy: Meaning(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.Cancelled: Meaning(499, _INVALID, "cancelled"),
+    errors.Draining: Meaning(503, _SERVER, "service_unavailable"),
+    errors.EngineDead: Meaning(503, _SERVER, "service_unavailable"),
+    errors.ServerUnavailable: Meaning(503, _SERVER, "service_unavailable"),
+    errors.DeadlineExceeded: Meaning(504, _SERVER, "deadline_exceeded"),
+    errors.RequestTimeout: Meaning(504, _SERVER, "timeout"),
 }
 # The client's names by the backend's.
 _NAMES = {
@@ -67,11 +67,11 @@ _NAMES = {
     "max_tokens": ("max_tokens", "max_completion_tokens"),
 }
 _FORCED = "structured_outputs.json"  # of the backend
-_BUG = _Meaning(500, _SERVER, "internal_error")
+_BUG = Meaning(500, _SERVER, "internal_error")
 
 
-def status_of(error: errors.RequestError) -> int:
-    return _meaning(error).status
+def meaning_of(error: errors.RequestError) -> Meaning:
+    return next((_MEANINGS[cls] for cls in type(error).__mro__ if cls in _MEANINGS), _BUG)
 
 
 def headers_of(error: errors.RequestError) -> dict[str, str]:
@@ -91,7 +91,7 @@ def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_
 
     For a forced call, `schema_name` stands for the schema that the gateway made.
     """
-    meaning = _meaning(error)
+    meaning = meaning_of(error)
     first = error.message.split(" ", 1)[0].rstrip(":")
     named = next((name for name in _NAMES.get(first, ()) if name in fields), first)
     if first == _FORCED and schema_name:
@@ -109,7 +109,3 @@ def from_aiohttp(request: web.Request, error: web.HTTPException) -> errors.Reque
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowed(f"{request.method} {request.path}", error.allowed_methods)
     return UnknownUrl(f"{request.method} {request.path}: no such path")
-
-
-def _meaning(error: errors.RequestError) -> _Meaning:
-    return next((_MEANINGS[cls] for cls in type(error).__mro__ if cls in _MEANINGS), _BUG)

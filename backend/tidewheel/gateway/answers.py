@@ -59,19 +59,19 @@ class _ChoiceState:
 
 
 class AnswerWriter:
-    """Writer of a request's answer, whole or as a stream of events."""
+    """Writer of an answer, whole or as a stream of events: here of bytes as they came, in subclasses of chunks."""
 
     content_type = "application/json"  # of a whole answer
 
     def __init__(self, request: UpstreamRequest) -> None:
         self.request = request
 
-    def whole(self, chunks: Sequence[tuple[int, Any]]) -> bytes:
-        raise NotImplementedError
+    def whole(self, parts: Sequence[tuple[int, Any]]) -> bytes:
+        return b"".join(part for _, part in parts)
 
-    def events(self, index: int, response: Any) -> bytes:
-        """Return the events of a response to the prompt `index`; empty while text is withheld."""
-        raise NotImplementedError
+    def events(self, _: int, response: Any) -> bytes:
+        """Return the events of a response to one of the prompts; empty while text is withheld."""
+        return b"".join(response)
 
     def end(self) -> bytes:
         return b""

@@ -30,7 +30,7 @@ from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
 from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
-from tidewheel.gateway.triton_proxy import ProxyAttempt, ProxyWriter
+from tidewheel.gateway.triton_proxy import ProxyAttempt
 from tidewheel.gateway.upstream import Task
 from tidewheel.gateway.upstreams import Attempt, Upstreams
 from tidewheel_client.errors import InternalError, InvalidRequest, RequestError, RequestTimeout, Unsupported, WrongKey
@@ -85,7 +85,7 @@ class Gateway:
         text = partial(answers.TextWriter, reasoning=self._options.reasoning)
         read_stream, read_speech = partial(triton_proxy.read, stream=True), transcriptions.read_speech
         speech = partial(_Endpoint, writer=transcriptions.TranscriptWriter, is_form=True)
-        proxied = partial(_Endpoint, writer=ProxyWriter, tasks=("generate", "draw"), attempt=ProxyAttempt)
+        proxied = partial(_Endpoint, writer=AnswerWriter, tasks=("generate", "draw"), attempt=ProxyAttempt)
         endpoints = {
             "/v1/chat/completions": _Endpoint(bodies.read_chat, text),
             "/v1/completions": _Endpoint(bodies.read_completion, text),

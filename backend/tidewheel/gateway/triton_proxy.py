@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 
 import aiohttp
 import msgspec
 
-from tidewheel.gateway.answers import AnswerWriter
 from tidewheel.gateway.bodies import Fields, UpstreamRequest, check_parameters
 from tidewheel.gateway.upstream import PROBE_S, Upstream
 from tidewheel.gateway.upstreams import Attempt
@@ -39,14 +38,6 @@ class ProxyAttempt(Attempt):
                     yield [data]
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"the connection to {authority} was lost ({error})") from None
-
-
-class ProxyWriter(AnswerWriter):
-    def whole(self, parts: Sequence[tuple[int, bytes]]) -> bytes:
-        return b"".join(part for _, part in parts)
-
-    def events(self, _: int, parts: list[bytes]) -> bytes:
-        return b"".join(parts)
 
 
 def read(fields: Fields, *, stream: bool = False) -> UpstreamRequest:

@@ -14,7 +14,7 @@ from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.error_translation import from_rpc, from_text
 from tidewheel_client.facade import settled
-from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers
+from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers, is_cancelling
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -45,8 +45,7 @@ class GrpcResponses:
             if message is not None and (failure := message.error_message):
                 await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self._is_cancelled or (task is not None and task.cancelling()):
+            if not self._is_cancelled or is_cancelling():
                 raise
         except grpc.RpcError as error:
             if not self._is_cancelled:

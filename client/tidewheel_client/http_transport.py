@@ -6,7 +6,8 @@ import contextlib
 import json
 import ssl
 import threading
-from collections.abc import Coroutine, Mapping
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import httpx2
@@ -16,9 +17,9 @@ from tritonclient.grpc import service_pb2
 from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.error_translation import from_http
-from tidewheel_client.errors import Cancelled, InvalidRequest, RequestTimeout, ServerUnavailable
+from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, RequestTimeout, ServerUnavailable
 from tidewheel_client.server_pages import from_connection
-from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers
+from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers, is_cancelling
 
 T = TypeVar("T")
 _MAX_EVENT_BYTES = 64 << 20  # a long prompt's log-probabilities
@@ -73,60 +74,69 @@ class AsyncHttpTransport:
 
 
 class AsyncHttpResponses:
-    """Responses, which a task reads, one ahead."""
-
     def __init__(self, http: httpx2.AsyncClient, request: httpx2.Request, url: str, timeout_s: float | None) -> None:
+        self._http = http
+        self._request = request
         self._url = url
-        self._end = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        self._arrived: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue(1)
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._events = self._read()
         self._is_cancelled = False
-        self._reading = asyncio.ensure_future(self._read(http, request))
+        self._next: asyncio.Future[Mapping[str, Any] | None] | None = self._ask_next()  # sends the request
 
     async def receive(self) -> list[Chunk] | None:
-        if self._is_cancelled or (self._reading.done() and self._arrived.empty()):
-            return None
-        try:
-            async with asyncio.timeout_at(self._end):
-                found = await self._arrived.get()
-        except TimeoutError:
-            raise RequestTimeout("the time limit of the request has passed") from None
         if self._is_cancelled:
             return None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        self._next = self._next or self._ask_next()
+        try:
+            async with asyncio.timeout(None if self._end is None else max(self._end - time.monotonic(), 0.0)):
+                event = await self._next
+        except TimeoutError:
+            raise RequestTimeout("the time limit of the request has passed") from None
+        except asyncio.CancelledError:
+            if not self._is_cancelled or is_cancelling():
+                raise
+            return None
+        except (httpx2.SSEError, httpx2.DecodingError, ValueError) as error:
+            raise _foreign(self._url, error) from None
+        except httpx2.TransportError as error:
+            raise from_connection(error, self._url) from None
+        self._next = None
+        if event is None or self._is_cancelled:
+            return None
+        outputs = {name: tuple(value) if isinstance(value, list) else (value,) for name, value in event.items()}
+        return response_codec.chunks_of(outputs)
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        self._reading.cancel()
-        with contextlib.suppress(asyncio.QueueFull):
-            self._arrived.put_nowait(None)  # for a waiting `receive`
+        if self._next is not None:
+            self._next.cancel()
 
     async def close(self) -> None:
         """Read the answer to its end, which keeps the connection open, or close it."""
-        if not self._is_cancelled:
-            await asyncio.wait([self._reading], timeout=END_S)
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
+        with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
+            if not self._is_cancelled:
+                async with asyncio.timeout(END_S):
+                    await (self._next or self._ask_next())
+        with contextlib.suppress(httpx2.HTTPError):
+            await self._events.aclose()  # type: ignore[attr-defined]
 
-    async def _read(self, http: httpx2.AsyncClient, request: httpx2.Request) -> None:
-        end: Exception | None = None
+    def _ask_next(self) -> asyncio.Future[Mapping[str, Any] | None]:
+        found = asyncio.ensure_future(anext(self._events, None))
+        found.add_done_callback(lambda done: done.cancelled() or done.exception())  # also without a reader
+        return found
+
+    async def _read(self) -> AsyncIterator[Mapping[str, Any]]:
+        response = await self._http.send(self._request, stream=True)
         try:
-            async with contextlib.aclosing(await http.send(request, stream=True)) as response:
-                if not response.is_success:
-                    raise from_http(response.status_code, (await response.aread()).decode(errors="replace"))
-                async for event in httpx2.EventSource(response, _MAX_EVENT_BYTES):
-                    values = json.loads(event.data)
-                    if "error" in values:
-                        raise from_http(response.status_code, str(values["error"]))
-                    await self._arrived.put(response_codec.chunks_of(_outputs(values)))
-        except (httpx2.SSEError, httpx2.DecodingError, ValueError) as error:
-            end = _foreign(self._url, error)
-        except httpx2.TransportError as error:
-            end = from_connection(error, self._url)
-        except Exception as error:
-            end = error
-        await self._arrived.put(end)
+            if not response.is_success:
+                raise from_http(response.status_code, (await response.aread()).decode(errors="replace"))
+            async for event in httpx2.EventSource(response, _MAX_EVENT_BYTES):
+                values = json.loads(event.data)
+                if "error" in values:
+                    raise from_http(response.status_code, str(values["error"]))
+                yield values
+        finally:
+            await response.aclose()
 
 
 class HttpTransport:
@@ -197,7 +207,3 @@ _CALLS: dict[str, tuple[str, str, Any, str]] = {
 
 def _foreign(url: str, error: Exception) -> ServerUnavailable:
     return ServerUnavailable(f"{url} does not answer as Triton does: {error}")
-
-
-def _outputs(event: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in event.items()}

@@ -5,6 +5,7 @@ A synchronous client's transport blocks and never suspends.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -46,3 +47,8 @@ class Transport(Protocol):
         """Return Triton's answer to a gRPC message. Raise `RequestError`."""
 
     async def close(self) -> None: ...
+
+
+def is_cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

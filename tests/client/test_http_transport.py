@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -227,3 +228,20 @@ def test_an_answer_of_something_else(client: Client, triton: FakeHttpTriton) -> 
         client.generate("x")
     with pytest.raises(tc.ServerUnavailable, match="does not answer as Triton does"):
         client.streaming_models()
+
+
+def test_a_stream_that_is_dropped_ends_its_request(triton: FakeHttpTriton) -> None:
+    async def read_one(client: AsyncClient) -> None:
+        async for _ in client.stream("one two three"):
+            return
+
+    async def run() -> None:
+        async with AsyncClient(triton.url) as client:
+            await read_one(client)
+            gc.collect()
+            async with asyncio.timeout(30):
+                while len(asyncio.all_tasks()) > 1:
+                    await asyncio.sleep(0)
+
+    asyncio.run(run())
+    gc.collect()  # what is left pending is reported

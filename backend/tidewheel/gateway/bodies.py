@@ -241,7 +241,7 @@ def read_chat(fields: Fields) -> UpstreamRequest:
     tools = body.tools if body.tool_choice != "none" else []
     functions, schema_name = functions_of(tools), ""
     if body.tool_choice not in ("auto", "none"):
-        functions = forced_functions(tools, body.tool_choice, params)
+        functions = forced_functions(functions, body.tool_choice, params)
         names = " or ".join(functions)
         schema_name = f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
         params["structured_outputs"], tools = call_grammar(functions), without_strict(tools)

@@ -202,11 +202,10 @@ def functions_of(tools: Tools) -> Functions:
     return {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
 
 
-def forced_functions(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> Functions:
+def forced_functions(known: Functions, tool_choice: ToolChoice, params: Mapping[str, object]) -> Functions:
     """Return the functions, one of which must be called. Raise `InvalidRequest`, also if `params` have a grammar."""
     if name := grammar_field(params):
         raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
-    known = functions_of(tools)
     names = list(known) if tool_choice == "required" else [_chosen_name(tool_choice)]
     if not known or names[0] not in known:
         wanted = names[0] if names else "a tool"

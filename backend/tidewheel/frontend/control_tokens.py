@@ -154,12 +154,7 @@ class _Marks:
         self._name = f"x{secrets.token_hex(8)}"  # JSON escapes none of it
 
     def conversation(self, given: Conversation) -> Conversation:
-        return msgspec.structs.replace(
-            given,
-            messages=self._replaced(given.messages),
-            tools=self._replaced(given.tools),
-            options=self._replaced(given.options),
-        )
+        return msgspec.convert(self._replaced(msgspec.to_builtins(given)), Conversation)
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """Return the text with its marks replaced, and the spans of the replaced texts."""

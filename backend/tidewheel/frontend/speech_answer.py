@@ -40,7 +40,6 @@ class SpeechAnswer:
         """`given` are the windows, after the question for their language if that is unknown."""
         self._asked, self._rules = dataclasses.replace(asked, audio=None, audio_file=None), rules
         self._windows = deque(WindowSink(self, one) for one in given)  # the first one's text is sent as it comes
-        self._at_once = AT_ONCE if given[0].language else 1
         self._first_s = given[0].seconds[0]
         self._is_long = given[-1].seconds[0] > self._first_s
         self._unsent: list[Response] = []
@@ -56,7 +55,8 @@ class SpeechAnswer:
 
     def submit_waiting(self) -> None:
         with self._lock:
-            for window in list(itertools.islice(self._windows, self._at_once)):
+            at_once = AT_ONCE if self._windows and self._windows[0].given.language else 1
+            for window in list(itertools.islice(self._windows, at_once)):
                 if window.is_waiting and self._windows:
                     window.is_waiting = False
                     self._submit(dataclasses.replace(self._asked, given=window.given), window)
@@ -93,7 +93,6 @@ class SpeechAnswer:
         if is_end or is_answer:
             self._windows.popleft()
         if is_answer:
-            self._at_once = AT_ONCE
             for window in self._windows:
                 window.given = self._rules.in_language(window.given, first.token_ids[0])
             return

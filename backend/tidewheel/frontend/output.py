@@ -216,22 +216,16 @@ class OutputStream:
 
 
 class PromptStream(OutputStream):
-    """Output of a request that only scores or echoes its prompt."""
+    """Output of a request that only scores, echoes or embeds its prompt. Embeddings are scaled to length 1."""
 
     def push(self, delta: Delta) -> None:
         self._take_prompt(delta)
-        if delta.token_ids:
-            self.end(FinishReason.LENGTH.value)
-
-
-class EmbeddingStream(OutputStream):
-    """Pooled hidden states, scaled to length 1."""
-
-    def push(self, delta: Delta) -> None:
         if delta.pooled:
             states = np.frombuffer(delta.pooled, dtype="<f4").astype(np.float32)
             self._embedding = states / max(float(np.linalg.norm(states)), _TINY)
             self.end(FinishReason.STOP.value)
+        elif delta.token_ids and not self._given.pooling:
+            self.end(FinishReason.LENGTH.value)
 
 
 class Outputs:
@@ -272,7 +266,7 @@ class Outputs:
     def _opened(self) -> list[OutputStream]:
         if not self._streams:
             given = self._given
-            kind = EmbeddingStream if given.pooling else PromptStream if given.is_scoring else OutputStream
+            kind = PromptStream if given.pooling or given.is_scoring else OutputStream
             self._streams = [kind(self._tokenizer, given) for _ in range(given.options.n)]
         return self._streams
 

@@ -22,7 +22,7 @@ from tidewheel.errors import DeadlineExceeded, InvalidRequest, ModelFailed, Nume
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.output import Response
 from tidewheel.frontend.request_parameters import GenerateRequest
-from tidewheel.frontend.tensor_reader import PreviewOutputs, TensorReader, encode_png
+from tidewheel.frontend.tensor_reader import TensorOutputs, TensorReader, encode_png
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.iterative import IterativeRunner
 from tidewheel.one_shot.shared_tensors import PackedTensors
@@ -83,7 +83,7 @@ class Engine:
         self.scheduler = build_scheduler(self.config, self.info)
         self.core = EngineCore(self.scheduler, runner, self._deliver, clock=lambda: self.now)
         self.reader = TensorReader(self.info)
-        self.outputs: dict[str, PreviewOutputs] = {}
+        self.outputs: dict[str, TensorOutputs] = {}
         self.answers: dict[str, list[Response]] = {}
         self.ended: dict[str, Request] = {}
         self.errors: dict[str, TidewheelError | None] = {}
@@ -95,7 +95,7 @@ class Engine:
             task="infer", inputs=inputs, parameters=(source,), stream=stream, arrival_ns=int(self.now * 1e9) + 1
         )
         prepared = self.reader.read(7, asked)
-        assert prepared.message is not None and isinstance(prepared.outputs, PreviewOutputs)
+        assert prepared.message is not None and isinstance(prepared.outputs, TensorOutputs)
         self.prepared = prepared.outputs
         return msgspec.msgpack.decode(msgspec.msgpack.encode(prepared.message), type=AddRequest)
 

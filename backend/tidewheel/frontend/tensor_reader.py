@@ -66,9 +66,7 @@ class TensorReader:
             soft_deadline_ns=options.soft_deadline_ns(request.arrival_ns),
             request_id=request.request_id[:MAX_REQUEST_ID_CHARS],
         )
-        if step_options is not None:
-            return PreparedRequest(message, PreviewOutputs(items, step_options))
-        return PreparedRequest(message, TensorOutputs(items, request.call))
+        return PreparedRequest(message, TensorOutputs(items, request.call, step_options))
 
     def close(self) -> None:
         pass
@@ -87,12 +85,13 @@ def _take_step_options(sources: Sequence[ParameterSource]) -> tuple[StepOptions,
 
 
 class TensorOutputs(Outputs):
-    """Outputs of a one-shot request, which come at once. Not thread-safe."""
+    """Outputs of a request without text: all at once or, of many steps, previews before them. Not thread-safe."""
 
     is_over = False
 
-    def __init__(self, num_items: int, call: RemoteCall | None = None) -> None:
+    def __init__(self, num_items: int, call: RemoteCall | None = None, options: StepOptions | None = None) -> None:
         self.num_input_tokens = num_items
+        self._options = options  # of many steps
         self._call = call
         self._tensors: Arrays | None = None
         self._finish_reason = ""
@@ -126,10 +125,14 @@ class TensorOutputs(Outputs):
         self.error = kind("the request ended before its outputs were computed")
 
     def take(self) -> Response:
+        """Return the tensors that came last; a picture once."""
+        tensors = self._tensors
+        if self._options is not None:
+            tensors, self._tensors = _as_picture(tensors or {}, self._options, self._finish_reason), None
         return [
             OutputChunk(
                 text="",
-                tensors=self._tensors,
+                tensors=tensors,
                 num_input_tokens=self.num_input_tokens,
                 finish_reason=self._finish_reason or None,
                 stats=self._times,
@@ -137,26 +140,16 @@ class TensorOutputs(Outputs):
         ]
 
 
-class PreviewOutputs(TensorOutputs):
-    """Outputs of a request that takes many steps: the newest preview, then the result. Not thread-safe."""
-
-    def __init__(self, num_items: int, options: StepOptions) -> None:
-        super().__init__(num_items)
-        self._options = options
-
-    def take(self) -> Response:
-        """Return the tensors that came last, once."""
-        tensors, reason = dict(self._tensors or {}), self._finish_reason or "None"
-        if self._options.format != "raw":
-            png = encode_png(tensors.pop("image"))
-            tensors["png"] = np.array([png if self._options.format == "png" else base64.b64encode(png)], np.object_)
-        tensors["steps"] = np.array([self._options.steps], np.int32)
-        text = b"stop" if reason == FinishReason.LENGTH else reason.encode()
-        tensors["finish_reason"] = np.array([text], np.object_)
-        self._tensors = tensors
-        response = super().take()
-        self._tensors = None
-        return response
+def _as_picture(tensors: Arrays, options: StepOptions, finish_reason: str) -> Arrays:
+    """Return a preview or the result in the form that is asked for, with its steps and finish reason."""
+    shown, reason = dict(tensors), finish_reason or "None"
+    if options.format != "raw":
+        png = encode_png(shown.pop("image"))
+        shown["png"] = np.array([png if options.format == "png" else base64.b64encode(png)], np.object_)
+    shown["steps"] = np.array([options.steps], np.int32)
+    text = b"stop" if reason == FinishReason.LENGTH else reason.encode()
+    shown["finish_reason"] = np.array([text], np.object_)
+    return shown
 
 
 def encode_png(image: Array) -> bytes:

@@ -28,7 +28,6 @@ from tidewheel.frontend.prompt_workers import (
     GrammarTrial,
     Job,
     JobRunner,
-    PromptLimits,
     PromptWorkers,
     RenderJob,
     TokenizeJob,
@@ -43,7 +42,7 @@ TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if messages[0].content == 'time' %}
     {%- for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
 {%- endif %}"""
-LIMITS = PromptLimits(trial_s=3.0, job_s=1.0)
+LIMITS: dict[str, Any] = {"trial_s": 3.0, "job_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFolder:
     path = tmp_path_factory.mktemp("model")
     vocab_size = write_model_folder(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    return TokenizerFolder(path, vocab_size, 4096)
+    return TokenizerFolder(path, vocab_size, 4096, **LIMITS)
 
 
 @pytest.fixture(scope="module")
 def workers(folder: TokenizerFolder) -> Iterator[PromptWorkers]:
-    made = PromptWorkers(folder, 2, LIMITS)
+    made = PromptWorkers(folder, 2)
     made.wait_tried()
     yield made
     made.close()
@@ -98,7 +97,7 @@ def test_special_tokens_in_messages(workers: PromptWorkers, folder: TokenizerFol
 
 
 def test_no_request_waits_for_the_start_of_a_process(folder: TokenizerFolder) -> None:
-    workers = PromptWorkers(folder, 3, LIMITS)
+    workers = PromptWorkers(folder, 3)
     workers.wait_tried()
     assert len(workers._workers) == 3
     workers.close()
@@ -123,8 +122,8 @@ def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
     assert workers.encode("Hello", add_special_tokens=False).size
 
 
-def test_a_conversation_that_takes_the_template_for_ever(workers: PromptWorkers) -> None:
-    assert LIMITS.of_job(EncodeJob("x" * (512 << 10), add_special_tokens=False)) == pytest.approx(2.0, rel=1e-3)
+def test_a_conversation_that_takes_the_template_for_ever(workers: PromptWorkers, folder: TokenizerFolder) -> None:
+    assert folder.limit_of(EncodeJob("x" * (512 << 10), add_special_tokens=False)) == pytest.approx(2.0, rel=1e-3)
     with pytest.raises(InvalidRequest, match=r"within 1 s of CPU time"):
         workers.run(RenderJob(Conversation([{"role": "user", "content": "time"}])))
     assert workers.run(RenderJob(Conversation([{"role": "user", "content": "x"}]))).text == "<user>x"
@@ -134,7 +133,7 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
     """The trial has no run of x, so the folder loads."""
     vocab_size = write_model_folder(tmp_path)
     write_tokenizer(tmp_path, r"(x+x+)+y")
-    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096), 1, LIMITS)
+    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096, **LIMITS), 1)
     try:
         workers.wait_tried()
         with pytest.raises(InvalidRequest, match=r"tokenizer fails at this text: .*retry-limit"):
@@ -158,7 +157,7 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
 def test_a_template_that_stops_the_load(tmp_path: Path, template: str, words: str) -> None:
     vocab_size = write_model_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
-    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096), 1, LIMITS)
+    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096, **LIMITS), 1)
     try:
         with pytest.raises(ConfigError, match=words):
             workers.wait_tried()
@@ -169,7 +168,7 @@ def test_a_template_that_stops_the_load(tmp_path: Path, template: str, words: st
 def test_a_tokenizer_that_stops_the_load(tmp_path: Path) -> None:
     vocab_size = write_model_folder(tmp_path)
     write_tokenizer(tmp_path, r"(a+a+)+$")
-    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096), 1, LIMITS)
+    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096, **LIMITS), 1)
     try:
         with pytest.raises(ConfigError, match=r"tokenizer fails at this text.*60 times"):
             workers.wait_tried()
@@ -214,8 +213,8 @@ def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
 def test_the_limit_of_a_job_begins_after_what_jobs_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, prepared: tuple[bool, bool]
 ) -> None:
-    runner = JobRunner(TokenizerFolder(tmp_path, write_model_folder(tmp_path), 4096))
-    at_limits = []
+    folder = TokenizerFolder(tmp_path, write_model_folder(tmp_path), 4096, **LIMITS)
+    runner, at_limits = JobRunner(folder), []
 
     def limit_cpu(seconds: float) -> None:
         at_limits.append((seconds, runner._compiler._tokens is not None, "renamed" in vars(runner._controls)))
@@ -224,12 +223,12 @@ def test_the_limit_of_a_job_begins_after_what_jobs_share(
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         ours.send_bytes(msgspec.msgpack.encode(job))
-        thread = threading.Thread(target=prompt_workers._serve, args=(theirs, runner, LIMITS))
+        thread = threading.Thread(target=prompt_workers._serve, args=(theirs, runner, folder))
         thread.start()
         ours.recv_bytes()
         ours.close()
         thread.join()
-    assert at_limits == [(LIMITS.of_job(job), *prepared), (0.0, *prepared)]
+    assert at_limits == [(folder.limit_of(job), *prepared), (0.0, *prepared)]
 
 
 def test_grammars_are_tried(workers: PromptWorkers) -> None:

@@ -311,8 +311,7 @@ class Frontend:
             return ending.error
         if outputs is None:  # cancelled early, or nothing to generate
             return [OutputChunk(text=request.prepared.answer, finish_reason=ending.finish_reason)]
-        outputs.end(ending.finish_reason)
-        return outputs.error or outputs.take()
+        return outputs.end(ending.finish_reason) or outputs.take()
 
     def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
         self._forget(request)

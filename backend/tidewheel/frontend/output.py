@@ -231,8 +231,6 @@ class PromptStream(OutputStream):
 class Outputs:
     """Outputs of a request's sequences, opened at the first output. Not thread-safe."""
 
-    error: TidewheelError | None = None  # after `end`: there is no part to send
-
     def __init__(self, tokenizer: Tokenizer | None, given: Generation) -> None:
         self.num_input_tokens = len(given.prompt_ids)
         self._tokenizer = tokenizer
@@ -256,9 +254,11 @@ class Outputs:
         """Add output of the engine. Return indices of sequences that a stop string ended."""
         return [delta.index for delta in deltas if delta.index != WHOLE_REQUEST and self._push(delta)]
 
-    def end(self, finish_reason: str) -> None:
+    def end(self, finish_reason: str) -> TidewheelError | None:
+        """End the sequences that have not ended. Return an error if there is no part to send."""
         for stream in self._opened():
             stream.end(finish_reason)
+        return None
 
     def take(self) -> Response:
         return [stream.take(self._stats.get(index)) for index, stream in enumerate(self._opened())]

@@ -94,20 +94,17 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenizerFolder(NamedTuple):
+    """Folder of a tokenizer, and limits of a process that works for it: address space, and CPU seconds."""
+
     path: Path
     vocab_size: int
     max_prompt_bytes: int
-
-
-class PromptLimits(NamedTuple):
-    """Limits of a prompt process: address space, and CPU seconds."""
-
     memory_mb: int = 3072
     trial_s: float = 20.0
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of the job
     grammar_s: float = 1.0
 
-    def of_job(self, job: Job) -> float:
+    def limit_of(self, job: Job) -> float:
         if isinstance(job, GrammarTrial):
             return self.grammar_s
         return self.job_s * (1 + len(msgspec.msgpack.encode(job)) / _CPU_STEP)
@@ -116,14 +113,13 @@ class PromptLimits(NamedTuple):
 class PromptWorkers:
     """Encoder in `count` processes, which are replaced when they end. Thread-safe."""
 
-    def __init__(self, folder: TokenizerFolder, count: int, limits: PromptLimits | None = None) -> None:
+    def __init__(self, folder: TokenizerFolder, count: int) -> None:
         keep_folder(folder.path, self)
         self._folder = folder
-        self._limits = limits or PromptLimits()
         self._is_closed = False
         self._lock = threading.Lock()
         self._count = count
-        self._workers = {0: _Worker(folder, self._limits, is_trial=True)}
+        self._workers = {0: _Worker(folder, is_trial=True)}
         # A lone job goes to the first process, which has read the grammars' vocabulary.
         self._idle: LifoQueue[int] = LifoQueue()
         for index in reversed(range(count)):
@@ -170,7 +166,7 @@ class PromptWorkers:
             if self._is_closed:
                 raise Draining("the server is shutting down")
             if index not in self._workers:
-                self._workers[index] = _Worker(self._folder, self._limits, is_trial=False)
+                self._workers[index] = _Worker(self._folder, is_trial=False)
             return self._workers[index]
 
     def _discard(self, index: int, job: Job) -> None:
@@ -180,19 +176,20 @@ class PromptWorkers:
         logger.warning("a process that makes token ids ended (%s) and is replaced", describe_exit(returncode))
         if isinstance(job, GrammarTrial) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
             raise InvalidRequest(
-                f"{job.grammar.name} could not be compiled within {self._limits.of_job(job):.0f} s of CPU time and "
+                f"{job.grammar.name} could not be compiled within {self._folder.limit_of(job):.0f} s of CPU time and "
                 "the limits of memory and depth: make it simpler"
             )
         if returncode == -signal.SIGPROF:
             what = "chat template did not end" if isinstance(job, RenderJob) else "prompt could not be tokenised"
-            raise InvalidRequest(f"the {what} within {self._limits.of_job(job):.0f} s of CPU time: change the prompt")
+            raise InvalidRequest(
+                f"the {what} within {self._folder.limit_of(job):.0f} s of CPU time: change the prompt"
+            )
 
 
 class _Worker:
-    def __init__(self, folder: TokenizerFolder, limits: PromptLimits, *, is_trial: bool) -> None:
-        command = [python_executable(), "-P", "-m", __name__, *map(str, (*folder, *limits))]
+    def __init__(self, folder: TokenizerFolder, *, is_trial: bool) -> None:
+        command = [python_executable(), "-P", "-m", __name__, *map(str, folder)]
         self._folder = folder
-        self._limits = limits
         self._is_started = False
         command += ["--trial"] if is_trial else []
         self._connection, theirs = multiprocessing.Pipe()
@@ -204,7 +201,7 @@ class _Worker:
         while not self._is_started:
             answer = self._read()
             if answer is None:
-                limits = f"{self._limits.trial_s:.0f} s of CPU time and {self._limits.memory_mb} MiB of memory"
+                limits = f"{self._folder.trial_s:.0f} s of CPU time and {self._folder.memory_mb} MiB of memory"
                 raise ConfigError(
                     f"{self._folder.path}: {work} could not be tried within {limits} ({describe_exit(self.end())}): "
                     "use files that you trust"
@@ -308,22 +305,22 @@ class JobRunner:
 
 def main() -> None:
     path, vocab_size, max_prompt_bytes, memory_mb, trial_s, job_s, grammar_s, *trial = sys.argv[1:]
-    folder = TokenizerFolder(Path(path), int(vocab_size), int(max_prompt_bytes))
-    limits = PromptLimits(int(memory_mb), float(trial_s), float(job_s), float(grammar_s))
+    sizes, limits = map(int, (vocab_size, max_prompt_bytes, memory_mb)), map(float, (trial_s, job_s, grammar_s))
+    folder = TokenizerFolder(Path(path), *sizes, *limits)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end's end ends this process
-    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_mb << 20, limits.memory_mb << 20))
+    resource.setrlimit(resource.RLIMIT_AS, (folder.memory_mb << 20, folder.memory_mb << 20))
     protect_texts()
     with Connection(0) as connection:
         try:
-            runner = _start(connection, folder, limits.trial_s, is_trial=bool(trial))
+            runner = _start(connection, folder, is_trial=bool(trial))
         except ConfigError as error:
             _send(connection, Answer(error=ErrorInfo("", str(error))))
         else:
-            _serve(connection, runner, limits)
+            _serve(connection, runner, folder)
 
 
-def _start(connection: Connection, folder: TokenizerFolder, limit_s: float, *, is_trial: bool) -> JobRunner:
-    _limit_cpu(limit_s)
+def _start(connection: Connection, folder: TokenizerFolder, *, is_trial: bool) -> JobRunner:
+    _limit_cpu(folder.trial_s)
     runner = JobRunner(folder)
     for work in runner.try_out() if is_trial else ():
         _send(connection, Answer(work))
@@ -332,7 +329,7 @@ def _start(connection: Connection, folder: TokenizerFolder, limit_s: float, *, i
     return runner
 
 
-def _serve(connection: Connection, runner: JobRunner, limits: PromptLimits) -> None:
+def _serve(connection: Connection, runner: JobRunner, folder: TokenizerFolder) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
     while True:
         try:
@@ -341,7 +338,7 @@ def _serve(connection: Connection, runner: JobRunner, limits: PromptLimits) -> N
             return
         try:
             runner.prepare(job)
-            _limit_cpu(limits.of_job(job))
+            _limit_cpu(folder.limit_of(job))
             answer = runner.run(job)
         except TidewheelError as error:
             answer = Answer(error=ErrorInfo.of(error))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, Delta, EngineInfo, RequestStats
-from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from tidewheel.errors import Cancelled, DeadlineExceeded, InvalidRequest, TidewheelError
 from tidewheel.frontend.coercion import ParameterSource, show
 from tidewheel.frontend.output import OutputChunk, Outputs, Response
 from tidewheel.frontend.request_parameters import (
@@ -120,9 +120,9 @@ class TensorOutputs(Outputs):
                 self._finish_reason, self.is_over = delta.finish_reason, bool(delta.finish_reason)
         return []
 
-    def end(self, finish_reason: str) -> None:
+    def end(self, finish_reason: str) -> TidewheelError:
         kind = DeadlineExceeded if finish_reason == FinishReason.DEADLINE else Cancelled
-        self.error = kind("the request ended before its outputs were computed")
+        return kind("the request ended before its outputs were computed")
 
     def take(self) -> Response:
         """Return the tensors that came last; a picture once."""

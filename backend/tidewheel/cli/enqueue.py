@@ -84,14 +84,13 @@ def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iter
     from tidewheel_client.errors import Busy
 
     for start in range(0, len(jobs), _PIECE):
-        piece: list[EnqueuedJob] | None = None
-        while piece is None:
+        while True:
             try:
-                piece = queue.enqueue_many(jobs[start : start + _PIECE])
+                yield from queue.enqueue_many(jobs[start : start + _PIECE])
+                break
             except Busy as error:
                 if not wait:
                     remedy = "the same command, or one with --wait, adds the others"
                     so_far = f"; of {len(jobs)} jobs {start} are in the queue: {remedy}" if len(jobs) > 1 else ""
                     raise UsageError(f"{error}{so_far}") from None
                 time.sleep((error.retry_after_ms or 1000) / 1e3)
-        yield from piece

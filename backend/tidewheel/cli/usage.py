@@ -108,19 +108,17 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def connect(args: argparse.Namespace) -> Client:
+@contextlib.contextmanager
+def connect(args: argparse.Namespace) -> Iterator[Client]:
     from tidewheel_client import Client, ServerUnavailable
 
-    client = Client(args.url, args.model or "", timeout_s=args.timeout_s)
-    try:
-        client.model = args.model or _only_model(client)
-        client.metadata()
-    except BaseException as error:
-        client.close()
-        if isinstance(error, ServerUnavailable):
+    with Client(args.url, args.model or "", timeout_s=args.timeout_s) as client:
+        try:
+            client.model = args.model or _only_model(client)
+            client.metadata()
+        except ServerUnavailable as error:
             raise UsageError(f"{error}: start one with 'tidewheel serve', or name another with --url") from None
-        raise
-    return client
+        yield client
 
 
 def _only_model(client: Client) -> str:

@@ -6,13 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from signal import SIGKILL, SIGTERM, Signals
-from typing import TypeVar
 
 import psutil
 
 from tidewheel_process.child import wait_until
-
-T = TypeVar("T")
 
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)  # ZombieProcess is a NoSuchProcess
 
@@ -57,17 +54,23 @@ def is_alive(process: psutil.Process) -> bool:
 
 def status(process: psutil.Process) -> str:
     """Return psutil's status of a process; empty if gone."""
-    return _read(lambda: str(process.status()), "")
+    with contextlib.suppress(*_GONE):
+        return str(process.status())
+    return ""
 
 
 def name(process: psutil.Process) -> str:
     """Return a process's name, of a zombie the first 15 bytes; empty if gone."""
-    return _read(lambda: str(process.name()), "")
+    with contextlib.suppress(*_GONE):
+        return str(process.name())
+    return ""
 
 
 def arguments(pid: int) -> list[str]:
     """Return a process's command line; empty if unreadable."""
-    return _read(lambda: psutil.Process(pid).cmdline(), [])
+    with contextlib.suppress(*_GONE):
+        return list(psutil.Process(pid).cmdline())
+    return []
 
 
 def is_running(program: str) -> bool:
@@ -82,13 +85,6 @@ def started_with(variable: str, folder: str) -> list[psutil.Process]:
         if process.pid != os.getpid() and (value == folder or value.startswith(f"{folder}/")):
             found.append(process)
     return found
-
-
-def _read(read: Callable[[], T], otherwise: T) -> T:
-    try:
-        return read()
-    except _GONE:
-        return otherwise
 
 
 def signal_all(processes: Iterable[psutil.Process], number: Signals) -> None:

@@ -131,15 +131,13 @@ class ClusterFolder:
         except FileExistsError:
             self.check_free()
             raise
-        with _locked(self._starting), _locked(self.root / LOCK) as lock:
-            try:
-                self.run.mkdir(mode=0o700)
-                self.token.touch(mode=0o600)
-                self.token.write_text(secrets.token_hex(32), encoding="utf-8")
-                yield lock
-            except BaseException:
-                self.remove()
-                raise
+        with _locked(self._starting), _locked(self.root / LOCK) as lock, contextlib.ExitStack() as failed:
+            failed.callback(self.remove)
+            self.run.mkdir(mode=0o700)
+            self.token.touch(mode=0o600)
+            self.token.write_text(secrets.token_hex(32), encoding="utf-8")
+            yield lock
+            failed.pop_all()
 
     def remove(self) -> None:
         """End the cluster's processes, `ray start` first, and remove the folder."""

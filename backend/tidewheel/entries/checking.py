@@ -94,7 +94,7 @@ def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | N
         entry = read[name]
         if isinstance(entry, UnreadableConfig):
             report.checked.append(name)
-            report.add([Finding("syntax", "error", str(entry.path), entry.line, entry.column, "", entry.reason)])
+            report.add([entry.finding])
         else:
             _check_entry(replace(entry, others=others, is_this_machine=is_this_machine), report)
     if len(report.needs) > 1:

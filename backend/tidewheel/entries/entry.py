@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from tidewheel.adapter.one_shot import kind_of
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
-from tidewheel.entries.findings import Field, pbtxt_fields, walk
+from tidewheel.entries.findings import Field, Finding, pbtxt_fields, walk
 from tidewheel.errors import ConfigError
 from tidewheel.regular_files import read_object, read_text
 
@@ -30,11 +30,8 @@ def num_gpus() -> int:
 
 class UnreadableConfig(ConfigError):
     def __init__(self, path: Path, line: int, column: int, reason: str) -> None:
-        super().__init__(f"{path}:{line}:{column}: {reason}")
-        self.path = path
-        self.line = line
-        self.column = column
-        self.reason = reason
+        self.finding = Finding("syntax", "error", str(path), line, column, "", reason)
+        super().__init__(f"{self.finding.place}: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

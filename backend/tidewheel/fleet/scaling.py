@@ -101,20 +101,18 @@ class ScalingSettings:
         return min(max(num_replicas, self.min_replicas), self.max_replicas)
 
 
+@dataclass(slots=True)
 class ExponentialAverage:
-    def __init__(self, time_constant_s: float, fall_s: float | None = None) -> None:
-        """`fall_s`: time constant for values below the average."""
-        self._rise_s = time_constant_s
-        self._fall_s = fall_s or time_constant_s
-        self.value: float | None = None
+    rise_s: float  # time constant for values above the average
+    fall_s: float  # likewise below
+    value: float | None = None
 
-    def add(self, value: float, seconds: float) -> float:
+    def add(self, value: float, seconds: float) -> None:
         if self.value is None:
             self.value = value
         else:
-            constant = self._rise_s if value > self.value else self._fall_s
+            constant = self.rise_s if value > self.value else self.fall_s
             self.value += -math.expm1(-seconds / constant) * (value - self.value)
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +133,8 @@ class WorkMeter:
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
         self._last: FleetState | None = None
-        self._arrivals, self._slow_arrivals = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
-        self._tokens, self._slow_tokens = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
+        self._arrivals, self._tokens = (ExponentialAverage(FAST_S, FAST_S) for _ in range(2))
+        self._slow_arrivals, self._slow_tokens = (ExponentialAverage(SLOW_S, SLOW_S) for _ in range(2))
         self._capacity = ExponentialAverage(RISE_S, FALL_S)
         self._num_full = 0
 

@@ -114,7 +114,7 @@ def test_a_paused_view_looks_no_more() -> None:
 
 def test_a_server_that_answers_no_more_keeps_what_was_seen() -> None:
     async def check(app: TerminalApp, pilot: Any) -> None:
-        app._watch._server.texts = ["# of another program\n"]  # type: ignore[attr-defined]
+        app._watch.server.texts = ["# of another program\n"]  # type: ignore[attr-defined]
         app._tick()
         await app.workers.wait_for_complete()
         await pilot.pause()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -70,38 +71,29 @@ def cancel(request: RequestLine) -> str:
     return f"request {name} was cancelled" if reply.was_there else f"request {name} had ended before"
 
 
+@dataclass(eq=False)
 class ServerWatch:
     """Metrics of the last `WINDOW_S`, as views. One thread calls `look`, which blocks."""
 
-    def __init__(
-        self,
-        pages: ServerPages,
-        model: str = "",  # empty: all
-        *,
-        gateway_url: str = "",  # of its metrics; empty: there is none
-        api_key: str = "",  # for the gateway
-        list_requests: Callable[[str, str], RequestListing] = list_here,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._server = pages
-        self._model = model
-        self._gateway_url = gateway_url
-        self._api_key = api_key
-        self._list_requests = list_requests
-        self._clock = clock
-        self._pages: deque[_Page] = deque()
-        self._gateway_pages: deque[_Page] = deque()
+    server: ServerPages
+    model: str = ""  # empty: all
+    gateway_url: str = ""  # of its metrics; empty: there is none
+    api_key: str = ""  # for the gateway
+    list_requests: Callable[[str, str], RequestListing] = list_here
+    clock: Callable[[], float] = time.monotonic
+    _pages: deque[_Page] = field(default_factory=deque, init=False)
+    _gateway_pages: deque[_Page] = field(default_factory=deque, init=False)
 
     def look(self) -> ServerView:
         """Read the server's pages into a view. Raise `TopError` without metrics or model."""
         is_ready, state, reason = self._health()
         change = self._change(self._pages, self._of_model(self._metrics(state, reason)))
         gateway, gateway_problem = self._gateway()
-        listing = self._list_requests(self._server.metrics_url, self._model)
+        listing = self.list_requests(self.server.metrics_url, self.model)
         view = server_view.read(
             ServerView,
             change,
-            server=self._server.metrics_url,
+            server=self.server.metrics_url,
             models=label_values(change.after, RECEIVED, "model"),
             is_ready=is_ready,
             state=state,
@@ -119,31 +111,31 @@ class ServerWatch:
 
     def _health(self) -> tuple[bool | None, str, str]:
         try:
-            health = run(self._server.health())
+            health = run(self.server.health())
         except RequestError as error:
             return None, _UNKNOWN, str(error)
         return health.is_ready, health.state, health.reason
 
     def _metrics(self, state: str, reason: str) -> Figures:
         try:
-            return run(self._server.metrics())
+            return run(self.server.metrics())
         except InvalidRequest as error:
             raise TopError(error.message) from None
         except RequestError as error:
             if state == _UNKNOWN:
-                raise TopError(f"{error}, nor does one at {self._server.health_url}: {_START}") from None
+                raise TopError(f"{error}, nor does one at {self.server.health_url}: {_START}") from None
             raise TopError(f"{error}; the server is {state} ({reason or 'no reason given'})") from None
 
     def _gateway(self) -> tuple[PageChange | None, str]:
-        if not self._gateway_url:
+        if not self.gateway_url:
             return None, ""
         try:
-            return self._change(self._gateway_pages, read_figures(self._gateway_url, self._api_key)), ""
+            return self._change(self._gateway_pages, read_figures(self.gateway_url, self.api_key)), ""
         except RequestError as error:
             return None, str(error)
 
     def _of_model(self, figures: Figures) -> Figures:
-        url, model, known = self._server.metrics_url, self._model, label_values(figures, RECEIVED, "model")
+        url, model, known = self.server.metrics_url, self.model, label_values(figures, RECEIVED, "model")
         if not known:
             raise TopError(
                 f"{url} has no figures of tidewheel: no model of this backend is loaded, or all have "
@@ -154,7 +146,7 @@ class ServerWatch:
         return figures_of_model(figures, model) if model else figures
 
     def _change(self, pages: deque[_Page], figures: Figures) -> PageChange:
-        now = self._clock()
+        now = self.clock()
         pages.append(_Page(figures, now))
         while len(pages) > 2 and now - pages[0].seconds > WINDOW_S:
             pages.popleft()

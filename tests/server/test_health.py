@@ -30,15 +30,16 @@ class FakeWatch:
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Readiness | None]:
     monkeypatch.setattr(FakeWatch, "seen", {})
     monkeypatch.setattr(health, "EngineWatch", FakeWatch)
+    monkeypatch.setattr(health, "current_engines", lambda: [Path(name) / "current" for name in FakeWatch.seen])
     return FakeWatch.seen
 
 
-def make(answers: list[bool], seen: dict[str, Readiness | None]) -> HealthMonitor:
-    return HealthMonitor(Endpoints(), lambda: answers[-1], lambda: [Path(name) / "current" for name in seen])
+def make(answers: list[bool]) -> HealthMonitor:
+    return HealthMonitor(Endpoints(), lambda: answers[-1])
 
 
 def test_the_worst_engine_counts(seen: dict[str, Readiness | None]) -> None:
-    it = make([True], seen)
+    it = make([True])
     assert it.look() == READY
     seen["one-1234"] = READY
     seen["two-1234"] = None
@@ -51,7 +52,7 @@ def test_the_worst_engine_counts(seen: dict[str, Readiness | None]) -> None:
 
 def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None]) -> None:
     answers = [True]
-    with make(answers, seen) as it:
+    with make(answers) as it:
 
         def get(path: str = "ready") -> tuple[int, str]:
             answer = requests.get(f"http://127.0.0.1:{it._endpoint.port}/{path}", timeout=60)
@@ -72,23 +73,24 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
         assert get("live") == (200, "draining")
 
 
-def test_who_is_silent_before_the_start_is_not_asked(seen: dict[str, Readiness | None]) -> None:
-    it = make([False], seen)
+@pytest.mark.usefixtures("seen")
+def test_who_is_silent_before_the_start_is_not_asked() -> None:
+    it = make([False])
     assert it.ask() == READY
     it.server = lambda: READY
     assert it.ask().state == "stopped"
 
 
-def test_what_cannot_be_examined_is_not_ready(seen: dict[str, Readiness | None]) -> None:
-    with make([True], seen) as it:
+def test_what_cannot_be_examined_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "current_engines", lambda: 1 / 0)
+    with make([True]) as it:
         it.server = lambda: READY
-        it._find = lambda: 1 / 0  # type: ignore[assignment, return-value]
         wait_for(lambda: "division" in it.report().reason, 60, "the error")
         assert not it.report().is_ready
 
 
 def test_an_engine_that_is_given_up_ends_the_server(seen: dict[str, Readiness | None]) -> None:
-    with make([True], seen) as it:
+    with make([True]) as it:
         it.raise_if_given_up()
         seen["one-1234"] = Readiness("given up", "it died 5 times")
         wait_for(lambda: not it._seen["engines"].is_live, 60, "the look")
@@ -96,8 +98,9 @@ def test_an_engine_that_is_given_up_ends_the_server(seen: dict[str, Readiness | 
             it.raise_if_given_up()
 
 
-def test_a_taken_port_is_named_with_its_option(seen: dict[str, Readiness | None]) -> None:
-    with make([True], seen) as it:
+@pytest.mark.usefixtures("seen")
+def test_a_taken_port_is_named_with_its_option() -> None:
+    with make([True]) as it:
         port = it._endpoint.port
         with pytest.raises(ServeError, match=f"port {port} .--health-port.: "):
             HealthMonitor(Endpoints(health=port), lambda: True)

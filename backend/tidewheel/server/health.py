@@ -19,13 +19,10 @@ STARTING = Readiness("starting", "the server loads its models")
 class HealthMonitor:
     """Health endpoint of `tidewheel serve`, with threads that watch engines and tritonserver."""
 
-    def __init__(
-        self, endpoints: Endpoints, is_live: Callable[[], bool], find: Callable[[], list[Path]] = current_engines
-    ) -> None:
-        """Raise `ServeError` if the port is taken. `find` returns links to serving engines' folders."""
+    def __init__(self, endpoints: Endpoints, is_live: Callable[[], bool]) -> None:
+        """Raise `ServeError` if the port is taken."""
         self.server: Callable[[], Readiness] = lambda: STARTING  # engines count when it is READY
         self._is_live = is_live
-        self._find = find
         self._watches: dict[Path, EngineWatch] = {}
         self._seen = {"engines": READY, "tritonserver": READY}
         self._stopped = threading.Event()
@@ -48,7 +45,7 @@ class HealthMonitor:
 
     def look(self) -> Readiness:
         """Return the worst readiness of all engines."""
-        self._watches = {link: self._watches.get(link) or EngineWatch(link) for link in self._find()}
+        self._watches = {link: self._watches.get(link) or EngineWatch(link) for link in current_engines()}
         seen = [(label_of(link), watch.look()) for link, watch in self._watches.items()]
         bad = [Readiness(one.state, f"{label}: {one.reason}") for label, one in seen if one and not one.is_ready]
         return min(bad, key=lambda one: one.is_live, default=READY)

@@ -25,6 +25,7 @@ _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 _FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
 _STEPS = 1000
+tqdm.monitor_interval = 0  # no thread beside one that forks
 _new_bar = partial(tqdm, total=_STEPS, bar_format=_FORMAT, leave=False)
 OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
 _DEFAULT_GRPC_PORT = 8001
@@ -73,13 +74,9 @@ class WaitLine:
         seconds = self._clock() - self._since
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
-                tqdm.monitor_interval = 0  # no thread beside one that forks
-                text = f"  {what}, {seconds:.0f} s"
                 if self._bar is None:
-                    self._bar = tqdm(
-                        desc=text, file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True
-                    )
-                self._bar.set_description_str(text)
+                    self._bar = tqdm(file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True)
+                self._bar.set_description_str(f"  {what}, {seconds:.0f} s")
             elif seconds >= self._next_s:
                 self._next_s = 2 * seconds
                 print(f"  {what}, {seconds:.0f} s so far", file=self._stream, flush=True)
@@ -120,7 +117,6 @@ class LoadProgress:
         self._stages: dict[str, str] = {}
         self._on_terminal = self._stream.isatty()
         self._wait = WaitLine(self._stream)  # where no bar shows the time
-        tqdm.monitor_interval = 0  # as in `WaitLine`
 
     def update(self) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone

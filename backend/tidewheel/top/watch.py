@@ -35,9 +35,7 @@ _NO_CHANGE = PageChange(Figures(()), Figures(()), 0.0)
 _START = "start a server with 'tidewheel serve', or name its addresses with --metrics-url and --health-url"
 
 
-class _Page(NamedTuple):
-    figures: Figures
-    seconds: float  # when it was read
+Pages = deque[tuple[float, Figures]]  # each with the seconds at which it was read
 
 
 class RequestListing(NamedTuple):
@@ -81,8 +79,8 @@ class ServerWatch:
     api_key: str = ""  # for the gateway
     list_requests: Callable[[str, str], RequestListing] = list_here
     clock: Callable[[], float] = time.monotonic
-    _pages: deque[_Page] = field(default_factory=deque, init=False)
-    _gateway_pages: deque[_Page] = field(default_factory=deque, init=False)
+    _pages: Pages = field(default_factory=deque, init=False)
+    _gateway_pages: Pages = field(default_factory=deque, init=False)
 
     def look(self) -> ServerView:
         """Read the server's pages into a view. Raise `TopError` without metrics or model."""
@@ -145,12 +143,13 @@ class ServerWatch:
             raise TopError(f"model {model!r} has no figures on {url}: those with figures are {', '.join(known)}")
         return figures_of_model(figures, model) if model else figures
 
-    def _change(self, pages: deque[_Page], figures: Figures) -> PageChange:
+    def _change(self, pages: Pages, figures: Figures) -> PageChange:
         now = self.clock()
-        pages.append(_Page(figures, now))
-        while len(pages) > 2 and now - pages[0].seconds > WINDOW_S:
+        pages.append((now, figures))
+        while len(pages) > 2 and now - pages[0][0] > WINDOW_S:
             pages.popleft()
-        return PageChange(pages[0].figures, figures, now - pages[0].seconds)
+        then, before = pages[0]
+        return PageChange(before, figures, now - then)
 
 
 def _line(engine: str, pid: int, row: RequestRow) -> RequestLine:

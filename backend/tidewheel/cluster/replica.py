@@ -82,10 +82,9 @@ class Replica:
         await asyncio.to_thread(self._server.count_restarts)
         if not self._figures:
             return {}
-        try:
+        is_ready = False
+        with contextlib.suppress(ClusterError):
             is_ready = (await self._readiness()).is_ready
-        except ClusterError:
-            is_ready = False
         restarts = self._server.num_restarts + self._figures.get("engine_restarts", 0.0)
         age_s = time.monotonic() - self._born
         return {**self._figures, "is_ready": float(is_ready), "age_s": age_s, "restarts": restarts}

@@ -15,7 +15,7 @@ from tidewheel.adapter.repository_entry import (
     resolve_settings,
     versions,
 )
-from tidewheel.config import MODEL_NOT_SET
+from tidewheel.config import MODEL_NOT_SET, EngineConfig
 from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT
 from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tensors
 from tidewheel.entries.entry import CONFIG_NAME, Entry, UnreadableConfig, read_entry, served_version
@@ -26,7 +26,6 @@ from tidewheel.regular_files import read_text
 from tidewheel.settings import nearest
 
 if TYPE_CHECKING:
-    from tidewheel.config import EngineConfig
     from tidewheel.entries.model_rules import MemoryNeeds
 
 RULES = ("syntax", "folder", "backend", "settings", "model", "together")  # beside `CONFIG_RULES`

@@ -73,7 +73,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
     def __post_init__(self) -> None:
         self.readiness = Readiness("starting", "the server is starting")
         self.spared: Callable[[], set[int]] = set  # process ids that outlive a restart
-        self.on_restart: Callable[[str], None] | None = None  # takes the reason of a restart
+        self.on_restart: Callable[[str], object] = lambda reason: None  # noqa: ARG005
         self._deaths = DeathCount()
         self._served_since = 0.0
         self.reloads = PendingReloads(self.console.note)
@@ -142,8 +142,7 @@ class Supervisor(contextlib.AbstractContextManager["Supervisor"]):
         reason = str(error).splitlines()[0]
         was_serving = self.readiness.state != "starting"
         self.readiness = Readiness("starting", reason)
-        if self.on_restart is not None:
-            self.on_restart(reason)
+        self.on_restart(reason)
         self.reloads.cancel()
         self._kill(self._all_but_engines)  # at once: clients notice by their connections
         self._forget_server()

@@ -46,15 +46,15 @@ def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
     with folder.made() as lock:
         note("starting Ray")
         ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
-        with connected(folder):
+        with connected(folder) as serve:
             # A restarted gateway listens on the same port.
             settings = msgspec.structs.replace(
                 settings, port=free_port(settings.host, settings.port, "--openai-port")
             )
             first = settings.first_replicas
             note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
-            _deploy(folder, settings)
-            while (found := _status(settings, with_figures=False)).state != "RUNNING":
+            _deploy(serve, folder, settings)
+            while (found := _status(serve, settings, with_figures=False)).state != "RUNNING":
                 if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
                     raise ClusterError(f"the cluster cannot start: {found.message}")
                 if ray.has_ended:
@@ -66,8 +66,8 @@ def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
 def status(folder: ClusterFolder) -> ClusterStatus:
     """Raise `ClusterError` without a cluster."""
     settings = folder.settings
-    with connected(folder):
-        return _status(settings)
+    with connected(folder) as serve:
+        return _status(serve, settings)
 
 
 def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
@@ -78,9 +78,9 @@ def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
     if not 1 <= replicas <= MAX_REPLICAS:
         raise ClusterError(f"replicas is {replicas}: it must be 1 to {MAX_REPLICAS}")
     settings = msgspec.structs.replace(settings, replicas=replicas)
-    with connected(folder):
-        _deploy(folder, settings)
-        return _status(settings)
+    with connected(folder) as serve:
+        _deploy(serve, folder, settings)
+        return _status(serve, settings)
 
 
 def down(folder: ClusterFolder) -> None:
@@ -89,18 +89,15 @@ def down(folder: ClusterFolder) -> None:
         raise ClusterError(f"no cluster of yours is up: there is no {folder.root}")
     with contextlib.suppress(ClusterError):  # without Ray, or without an application
         settings = folder.settings
-        with connected(folder):
-            from ray import serve
-
+        with connected(folder) as serve:
             serve.delete(APPLICATION, _blocking=False)
             wait_until(lambda: APPLICATION not in serve.status().applications, settings.drain_s, _POLL_S)
     folder.remove()
 
 
-def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
+def _deploy(serve: Any, folder: ClusterFolder, settings: ClusterSettings) -> None:
     """Run the Serve application. Raise `ClusterError` if Ray would wait for resources forever."""
     import ray
-    from ray import serve
 
     from tidewheel.cluster.serve_app import application, replica_gpus
 
@@ -121,9 +118,7 @@ def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _status(settings: ClusterSettings, *, with_figures: bool = True) -> ClusterStatus:
-    from ray import serve
-
+def _status(serve: Any, settings: ClusterSettings, *, with_figures: bool = True) -> ClusterStatus:
     least, most = settings.replicas, settings.most_replicas
     wanted = f"{least} to {most}" if settings.is_scaled else str(least)
     found = serve.status().applications.get(APPLICATION)
@@ -132,17 +127,16 @@ def _status(settings: ClusterSettings, *, with_figures: bool = True) -> ClusterS
     replicas = found.deployments.get(REPLICA)
     states = {} if replicas is None else {str(state): count for state, count in replicas.replica_states.items()}
     reason = _reason([found.message, *(one.message for one in found.deployments.values())])
-    figures = _figures() if with_figures else {}
+    figures = _figures(serve) if with_figures else {}
     return ClusterStatus(str(found.status.value), reason, wanted, states, settings.port, figures)
 
 
-def _figures() -> dict[str, dict[str, float]]:
-    from ray import serve
+def _figures(serve: Any) -> dict[str, dict[str, float]]:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
-        gateway: Any = serve.get_deployment_handle(GATEWAY, APPLICATION)
+        gateway = serve.get_deployment_handle(GATEWAY, APPLICATION)
         return dict(gateway.figures.remote().result(timeout_s=_ASK_S))
     except (RayError, RayServeException, TimeoutError):
         return {}

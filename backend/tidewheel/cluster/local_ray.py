@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings
@@ -174,20 +174,21 @@ def start(folder: ClusterFolder, lock: IO[bytes], num_cpus: int) -> Child:
 
 
 @contextlib.contextmanager
-def connected(folder: ClusterFolder) -> Iterator[None]:
-    """Connect this process to the cluster's Ray. Raise `ClusterError` for Ray's errors."""
+def connected(folder: ClusterFolder) -> Iterator[Any]:
+    """Connect this process to the cluster's Ray, and yield `ray.serve`. Raise `ClusterError` for Ray's errors."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.environ.update(folder.environment())
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).disabled = True  # the caller reports errors
     import ray  # reads the environment
+    from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
         ray.init(address=folder.address, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1")
-        yield
+        yield serve
     except (RayError, RayServeException, OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"Ray fails: {type(error).__name__}: {first_line(str(error))}") from None
     finally:

@@ -76,11 +76,10 @@ def _open_real(path: str, flags: int) -> int:
 
 
 def flock(file: IO[bytes], kind: int) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def is_at(file: IO[bytes], path: Path) -> bool:

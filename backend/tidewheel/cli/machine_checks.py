@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -105,10 +106,9 @@ def _check_packages() -> CheckResult:
 
 
 def _version(name: str) -> str:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def check_server(path: str | None) -> CheckResult:
@@ -212,11 +212,10 @@ def _check_ports() -> CheckResult:
 
 
 def _is_used(port: int) -> bool:
-    try:
+    with contextlib.suppress(ServeError):
         Endpoints(http=port).chosen()
-    except ServeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _check_run_dir() -> CheckResult:
@@ -237,7 +236,6 @@ def _obstacle(error: Exception, verdict: Verdict) -> CheckResult:
 
 
 def _found_in(path: Path, pattern: str) -> re.Match[str] | None:
-    try:
+    with contextlib.suppress(OSError):
         return re.search(pattern, path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
+    return None

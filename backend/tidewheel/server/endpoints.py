@@ -129,10 +129,9 @@ class TritonHttp:
 
     def holds(self, path: str) -> bool:
         """Return whether the server answers a GET of the path with 200."""
-        try:
+        with contextlib.suppress(OSError):
             return self._call("GET", path)[0] == 200
-        except OSError:
-            return False
+        return False
 
     def _json(self, method: str, path: str) -> Any:
         status, body = self._call(method, path)

@@ -89,7 +89,7 @@ def quantize_groups(
         raise ValueError(
             f"{weight.shape[1]} inputs are not groups of {group_size}; use 32, 64 or 128 where it divides"
         )
-    pieces = weight.split(max(PIECE_VALUES // weight.shape[1], 1))
+    pieces = torch.split(weight, max(PIECE_VALUES // weight.shape[1], 1))
     return join_outputs([_quantize_groups(piece, bits, group_size) for piece in pieces])
 
 

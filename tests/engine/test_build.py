@@ -70,7 +70,7 @@ def test_what_the_runner_measured_reaches_the_scheduler() -> None:
     config = built()
     assert (config.swap_seconds_per_block, config.batch_size) == (0.001, 32)
     kv = build_scheduler(EngineConfig(model="m", max_sessions=3, session_max_blocks=2), INFO)._state.kv
-    assert (kv.num_blocks, kv.num_host_blocks, kv.block_size) == (64, 8, 16)
+    assert (kv.num_blocks, kv.stats.num_host_blocks, kv.block_size) == (64, 8, 16)
     limits = kv.sessions.limits
     assert (limits.max_sessions, limits.max_session_blocks) == (3, 2)
 

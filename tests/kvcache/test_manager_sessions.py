@@ -227,7 +227,7 @@ def test_the_host_tier_takes_the_head_when_not_all_fits() -> None:
     victim = kv_request("v", 12)
     turns.enter(victim)
     assert turns.kv.offload(0, victim, 12) == 1
-    assert make_manager().num_host_blocks == 0
+    assert make_manager().stats.num_host_blocks == 0
 
 
 def test_a_hit_that_the_host_tier_has_lost_is_refused() -> None:

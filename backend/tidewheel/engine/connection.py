@@ -16,6 +16,7 @@ import zmq
 
 from tidewheel.engine import messages
 from tidewheel.engine.folder import Status, read_serving, socket_address
+from tidewheel.engine.heartbeat import HangWatch
 from tidewheel.errors import Busy, TidewheelError
 from tidewheel_process.handle import ProcessHandle
 
@@ -148,7 +149,7 @@ class Outbox:
 
 
 class Connection:
-    """DEALER socket and process handle of one engine."""
+    """DEALER socket and process of one engine, and what is known of it while it is connected."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
         self._socket = context.socket(zmq.DEALER)  # first: it may fail
@@ -156,6 +157,8 @@ class Connection:
         self._socket.set_hwm(messages.QUEUE_LIMIT)
         self._socket.set(zmq.LINGER, 200)
         self._socket.connect(socket_address(engine_dir))
+        self.hang = HangWatch(engine_dir)
+        self.is_ready = self.is_draining = False
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)

@@ -15,7 +15,6 @@ from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine import messages
 from tidewheel.engine.connection import Connection, Outbox
 from tidewheel.engine.folder import EngineTarget, read_status
-from tidewheel.engine.heartbeat import HangWatch
 from tidewheel.engine.launcher import EngineLauncher, engine_command
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
@@ -82,14 +81,11 @@ class EngineClient:
         self._set_connection(None)
         self._info: messages.EngineInfo | None = None
         self.num_restarts = 0
-        self._is_ready = False
-        self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
         self._next_look = 0.0
         self._problem = ""
         self._failure: TidewheelError | None = None
-        self._hang: HangWatch | None = None
         self._settled = threading.Event()  # ready, or failed to load
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
@@ -121,15 +117,15 @@ class EngineClient:
 
     @property
     def readiness(self) -> Readiness:
-        failure, hang = self._failure, self._hang
+        failure, connection = self._failure, self._connection
         if failure is not None:
             return Readiness("draining" if isinstance(failure, Draining) else "given up", failure.message)
-        if not self._is_ready or hang is None:
+        if connection is None or not connection.is_ready:
             reason = self._problem or "the engine is being started"
             return Readiness("starting" if self._info is None else "reloading", reason)
-        if self._is_draining:
+        if connection.is_draining:
             return DRAINING
-        return Readiness("hung", hang.describe()) if hang.is_hung else READY
+        return Readiness("hung", connection.hang.describe()) if connection.hang.is_hung else READY
 
     def add(self, message: messages.AddRequest) -> None:
         """Send a request. Raise `Busy`, `EngineDead`, `Draining` or `InternalError`."""
@@ -194,25 +190,24 @@ class EngineClient:
         status = self._launcher.seek(self._seeking_since_ns)
         if status is not None:
             connection = Connection(self._context, self._engine_dir, status)
-            self._hang = HangWatch(self._engine_dir)
             self._set_connection(connection)
             connection.send(self._hello)
 
     def _exchange(self, connection: Connection) -> None:
         received = connection.receive()
         for message in received:
-            self._handle(message)
+            self._handle(connection, message)
         if self._connection is not connection:
             return
         now = time.monotonic()
         if not received and connection.process.has_ended:
             for message in connection.last_words():
-                self._handle(message)
+                self._handle(connection, message)
             self._disconnect(_lost("the engine process ended; it is being started again"))
         elif self._must_kill(connection):
             connection.process.end(signal.SIGUSR1, DUMP_GRACE_S)
             self._disconnect(_lost("the engine hung and was killed; it is being started again"))
-        elif self._is_ready:
+        elif connection.is_ready:
             self._outbox.flush(connection.send_encoded)
         if now >= self._next_ping and self._connection is not None:
             self._next_ping = now + self._options.ping_interval_s
@@ -220,8 +215,8 @@ class EngineClient:
             self._launcher.try_lock()
 
     def _must_kill(self, connection: Connection) -> bool:
-        hang, now = self._hang, time.monotonic()
-        if hang is None or now < self._next_look:
+        hang, now = connection.hang, time.monotonic()
+        if now < self._next_look:
             return False
         self._next_look = now + LOOK_S
         was_hung = hang.is_hung
@@ -243,7 +238,7 @@ class EngineClient:
             refused, self._refused = self._refused, Counter()
         return refused
 
-    def _handle(self, message: messages.FromEngine) -> None:
+    def _handle(self, connection: Connection, message: messages.FromEngine) -> None:
         match message:
             case messages.Deltas():
                 self._take(message)
@@ -255,11 +250,11 @@ class EngineClient:
                 self.num_restarts += self._info is not None and self._info.pid != message.info.pid
                 self._info = message.info
                 self._launcher.was_ready = True
-                self._is_ready = True
+                connection.is_ready = True
                 self._problem = ""
                 self._settled.set()
             case messages.Drain():
-                self._is_draining = True
+                connection.is_draining = True
                 self._notify(self._listener.on_drain)
             case messages.Disconnection():
                 self._disconnect(message.error.to_error())
@@ -281,8 +276,6 @@ class EngineClient:
         log.warning("connection to the engine lost: %s", error.message)
         self._connection.close()
         self._set_connection(None)
-        self._hang = None
-        self._is_ready = self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 

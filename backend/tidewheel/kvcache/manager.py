@@ -53,7 +53,6 @@ class KVCacheManager:
         if min(num_blocks, block_size) < 1:
             raise InternalError(f"num_blocks is {num_blocks}, block_size {block_size}: both must be at least 1")
         self.num_blocks = num_blocks
-        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.stats = EngineStats(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         self._pool = BlockPool(num_blocks)

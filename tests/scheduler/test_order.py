@@ -115,7 +115,7 @@ def test_a_better_request_that_cannot_enter_does_not_stop_the_prompts_under_way(
 
 
 def test_the_waiting_set_counts_by_class() -> None:
-    waiting = WaitingSet(POLICIES["priority"])
+    waiting = WaitingSet(POLICIES["priority"], None, {})
     requests = [
         make_request(f"r{number}", prompt=number + 1, priority=level)
         for number, level in enumerate([LOW, CRITICAL, LOW, NORMAL])

@@ -229,9 +229,7 @@ class RecordingScheduler(Scheduler):
         return name
 
 
-def describe_batch(
-    now: float, batch: ScheduledBatch, seconds: float = 0.0, slice_s: float | None = None
-) -> events.ScheduleEvent:
+def describe_batch(now: float, batch: ScheduledBatch, seconds: float, slice_s: float | None) -> events.ScheduleEvent:
     return events.ScheduleEvent(
         now,
         batch.step_id,

@@ -4,7 +4,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, takewhile
-from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.errors import InternalError, require
@@ -55,12 +54,7 @@ class TenantQueues(NamedTuple):
 class WaitingSet:
     """Waiting requests in order of service, by tenant if tenants take turns. A leader stands for its group."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        counters: VirtualCounters | None = None,
-        tenants: Mapping[str, TenantLimits] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, policy: Policy, counters: VirtualCounters | None, tenants: Mapping[str, TenantLimits]) -> None:
         self._policy = policy
         self._counters = counters
         self._tenants = tenants

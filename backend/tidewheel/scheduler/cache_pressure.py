@@ -50,7 +50,7 @@ def victims_for(
     needs_tokens = plan.token_budget < 1
     min_victims = int((needs_row or needs_tokens) and not columns.are_ending().any())
     num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=plan.num_blocks_kept(columns.num_running))
-    if num_missing > 0 and state.has_in_flight:
+    if num_missing > 0 and state.in_flight:
         starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
         num_growing_next = int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))
         num_missing += num_growing_next - _num_returning_blocks(state)
@@ -148,7 +148,7 @@ def choose_victims(
 
 def _num_returning_blocks(state: SchedulerState) -> int:
     departures = state.kv.departures()
-    ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
+    ending = state.columns.are_ending().nonzero()[0].tolist() if state.in_flight else []
     return state.kv.transfers.num_returning_blocks() + sum([departures.add(row) for row in ending])
 
 

@@ -7,7 +7,6 @@ flight, no sequence exceeds `max_tokens`; if a stop ends a sequence, `apply` dro
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,7 +34,6 @@ class Scheduler:
         self._state = SchedulerState(kv, config)
         self._control = StepControl(self._state)
         self.admission = AdmissionControl(self._state, self._control.estimate)
-        self._in_flight: deque[InFlightStep] = deque()
         self._now = 0.0
         self.max_inflight_steps = config.max_inflight_steps
         self.step_time = self._state.step_time
@@ -103,8 +101,7 @@ class Scheduler:
     def fail_all(self, error: TidewheelError) -> list[Request]:
         """End all requests; forget batches in flight."""
         state = self._state
-        self._in_flight.clear()
-        state.last_applied = state.stats.num_steps - 1
+        state.in_flight.clear()
         state.kv.transfers.abandon()
         failed = list(state.requests.values())
         for request in failed:
@@ -126,10 +123,10 @@ class Scheduler:
 
         Cut it to `slice_s` seconds, but not below what each row needs.
         """
-        if len(self._in_flight) >= self.max_inflight_steps:
+        state = self._state
+        if len(state.in_flight) >= self.max_inflight_steps:
             return None
         self._now = now
-        state = self._state
         state.reclassify_due(now)
         if state.leaders:
             state.release_followers(now)
@@ -147,7 +144,7 @@ class Scheduler:
         rows = batch.rows.astype(np.intp)
         batch = self._control.choose_weights(batch, rows)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
-        self._in_flight.append(
+        state.in_flight.append(
             InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started, plan.turn)
         )
         state.stats.num_steps += 1
@@ -157,13 +154,12 @@ class Scheduler:
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
         """Apply the oldest batch in flight. Raise `InternalError`, without effect, for any other."""
-        if not self._in_flight or self._in_flight[0].step_id != batch.step_id:
+        state = self._state
+        if not state.in_flight or state.in_flight[0].step_id != batch.step_id:
             raise InternalError(f"step {batch.step_id} is not the oldest one in flight")
         _check_answer(batch, sampled)
         self._now = now
-        state = self._state
-        step = self._in_flight.popleft()
-        state.last_applied = batch.step_id
+        step = state.in_flight.popleft()
         state.kv.transfers.done(batch.step_id)
         outputs = _commit_step(state, batch, step, sampled, now)
         self._control.observe_step(step, batch, now)
@@ -197,13 +193,13 @@ class Scheduler:
         """Check all tables, in O(blocks + requests). Raise `InternalError`."""
         state = self._state
         state.check_invariants()
-        require(len(self._in_flight) <= self.max_inflight_steps, "too many batches in flight")
-        if not self._in_flight:
+        require(len(state.in_flight) <= self.max_inflight_steps, "too many batches in flight")
+        if not state.in_flight:
             columns, rows = state.columns, state.columns.running
             in_flight = columns.num_inflight_tokens[rows].sum() + columns.num_inflight_samples[rows].sum()
             require(int(in_flight) == 0, "tokens are in flight without a batch")
             require(state.kv.transfers.num_returning_blocks() == 0, "blocks are held without a batch")
-        if not self._in_flight and not state.requests:
+        if not state.in_flight and not state.requests:
             require(state.kv.num_free_blocks == state.kv.num_blocks, "blocks are lost")
 
 

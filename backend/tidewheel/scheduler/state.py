@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from tidewheel.scheduler.estimates import OutputPredictor, StepTime
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.shape_turns import ShapeTurns
+from tidewheel.scheduler.step_plan import InFlightStep
 from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import BlockShortage
 from tidewheel.tenants import limits_of
@@ -54,7 +56,7 @@ class SchedulerState:
         self.virtual_counters: VirtualCounters | None = None
         self.observe_end: Callable[[Request, float], None] = lambda _, __: None  # set by admission
         self.blocked: BlockedRequest | None = None
-        self.last_applied = -1
+        self.in_flight: deque[InFlightStep] = deque()
         self.leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
         self._configure(config)
@@ -277,12 +279,9 @@ class SchedulerState:
             self.kv.forget(row)
         request.num_new_blocks += int(columns.num_slots[row] - columns.num_shared_slots[row]) // self.kv.block_size
         last_step = int(columns.last_step[row])
-        self.kv.free(row, after_step=last_step if last_step > self.last_applied else None)
+        is_in_flight = bool(self.in_flight) and last_step >= self.in_flight[0].step_id
+        self.kv.free(row, after_step=last_step if is_in_flight else None)
         columns.leave(row)
-
-    @property
-    def has_in_flight(self) -> bool:
-        return self.last_applied < self.stats.num_steps - 1
 
     def _count_waiting(self, request: Request, change: int) -> None:
         self.stats.num_waiting_tokens += change * request.num_tokens

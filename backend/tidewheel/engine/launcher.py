@@ -89,11 +89,9 @@ def _fits_beside(status: folder.Status, config: EngineConfig) -> bool:
     info = status.info
     if info is None:
         return False
-    needed = info.weights_bytes + info.activation_bytes + info.graph_bytes + _cache_bytes(info, config)
-    if info.device_bytes:
-        used = info.weights_bytes + info.activation_bytes + info.graph_bytes + info.kv_cache_bytes
-        return used + needed <= info.device_bytes
-    return needed <= available_host_bytes()
+    fixed = info.weights_bytes + info.activation_bytes + info.graph_bytes
+    free = info.device_bytes - fixed - info.kv_cache_bytes if info.device_bytes else available_host_bytes()
+    return fixed + _cache_bytes(info, config) <= free
 
 
 def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
@@ -49,31 +48,25 @@ class EngineListener(Protocol):
     def on_drain(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientOptions:
-    command: Sequence[str] = field(default_factory=engine_command)
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    hold_s: float = 10.0  # for a restarting engine
-    ping_interval_s: float = 1.0
-
-
 class EngineClient:
     """Connection of a front end to an engine, which it starts or joins.
 
     An accepted request ends once, with a final delta or `on_lost`, unless it was cancelled before it was sent.
     """
 
-    def __init__(
-        self, target: EngineTarget, listener: EngineListener, *, name: str, options: ClientOptions | None = None
-    ) -> None:
+    command: Sequence[str] = ()  # that starts an engine; empty: `engine_command`
+    restart = RestartPolicy()
+    hold_s = 10.0  # for a restarting engine
+    ping_interval_s = 1.0
+
+    def __init__(self, target: EngineTarget, listener: EngineListener, *, name: str) -> None:
         self._engine_dir = target.folder
         self._listener = listener
         self._hello = messages.Hello(
             messages.PROTOCOL, name, target.identity, target.config.to_settings(), target.read_ns
         )
-        self._options = options = options or ClientOptions()
-        self._launcher = EngineLauncher(target, command=options.command, policy=options.restart)
-        self._outbox = Outbox(hold_s=options.hold_s)
+        self._launcher = EngineLauncher(target, command=self.command or engine_command(), policy=self.restart)
+        self._outbox = Outbox(hold_s=self.hold_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._connection: Connection | None = None
         self._refused: Counter[str] = Counter()  # by tenant
@@ -184,7 +177,7 @@ class EngineClient:
             self._fail(error)
         if expired := self._outbox.lose_expired():
             problem = self._problem and f": {self._problem}"
-            self._lose(expired, _lost(f"the engine is not back after {self._options.hold_s:g} s{problem}"))
+            self._lose(expired, _lost(f"the engine is not back after {self.hold_s:g} s{problem}"))
 
     def _seek(self) -> None:
         status = self._launcher.seek(self._seeking_since_ns)
@@ -210,7 +203,7 @@ class EngineClient:
         elif connection.is_ready:
             self._outbox.flush(connection.send_encoded)
         if now >= self._next_ping and self._connection is not None:
-            self._next_ping = now + self._options.ping_interval_s
+            self._next_ping = now + self.ping_interval_s
             connection.send(messages.Ping(self._take_refused()))
             self._launcher.try_lock()
 

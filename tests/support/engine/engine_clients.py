@@ -11,7 +11,7 @@ from typing import Any
 from support.engine.faulty_engine import prompt_bytes
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.config import EngineConfig
-from tidewheel.engine.engine_client import ClientOptions, EngineClient
+from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import EngineTarget, Status, new_target, read_status
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import TidewheelError
@@ -103,6 +103,9 @@ class Recorder:
 class Client(EngineClient):
     """A client with a recorder, of a fake engine."""
 
+    command = COMMAND
+    restart = RestartPolicy(first_delay_s=0.01)
+
     def __init__(
         self,
         engine_dir: Path,
@@ -113,9 +116,9 @@ class Client(EngineClient):
         **options: object,
     ) -> None:
         self.recorder = Recorder()
-        settings = {"command": COMMAND, "restart": RestartPolicy(first_delay_s=0.01), **options}
-        target = target or new_target(engine_dir, config)
-        super().__init__(target, self.recorder, name=name, options=ClientOptions(**settings))
+        for option, value in options.items():
+            setattr(self, option, value)
+        super().__init__(target or new_target(engine_dir, config), self.recorder, name=name)
 
     @property
     def info(self) -> EngineInfo:

@@ -95,7 +95,7 @@ def check_need(
     if blocks.are_scarce:
         return
     assert not victims or criticals, "rows left, and no CRITICAL entered"
-    if victims and len(criticals) == 1 and len(entered) == 1 and not driver.kv.num_host_blocks:
+    if victims and len(criticals) == 1 and len(entered) == 1 and not driver.kv.stats.num_host_blocks:
         _check_each(driver, blocks, victims, criticals[0])
     if not entered:
         _check_wait(driver, blocks, model)

@@ -203,8 +203,9 @@ class Engine:
             try:
                 server = EngineServer(
                     socket, self.scheduler, self.runner, self.info,
-                    config=self.config, linger_s=1e9, clock=self.clock,
+                    config=self.config, clock=self.clock,
                 )  # fmt: skip
+                server.linger_s = 1e9
                 while not socket.poll(100):
                     if not peer.is_alive():
                         raise RuntimeError("the client ended before it sent anything")

@@ -201,9 +201,9 @@ def test_what_a_socket_carries_is_the_same(tmp_path: Path, seed: int, is_on: boo
         peer = Peer(context, list(script))
         server = EngineServer(
             socket, scheduler, runner, info,
-            config=config, linger_s=1e9,
-            clock=lambda: 0.2 * next(ticks),
+            config=config, clock=lambda: 0.2 * next(ticks),
         )  # fmt: skip
+        server.linger_s = 1e9
         assert server.serve(peer.act) == "all have ended"
         peer.close()
     check(peer.recorder, script)

@@ -74,9 +74,9 @@ class Loop:
             FakeRunner(num_rows=8, num_blocks=NUM_BLOCKS, block_size=16, token_budget=64),
             info,
             config=config,
-            linger_s=1e9,
             clock=lambda: self.paused_s + tick * next(ticks),
         )
+        self.server.linger_s = 1e9
         self.peer.send(encoder.encode(Hello(PROTOCOL, "peer", "")))
 
     def turns(self, count: int) -> None:

@@ -58,8 +58,9 @@ class MadeUp:
         self.info = engine_info(runner.info, config)
         self.scheduler = build_scheduler(config, self.info, lambda: self.now)
         self.server = EngineServer(
-            self.socket, self.scheduler, runner, self.info, config=config, linger_s=1e9, clock=lambda: self.now
+            self.socket, self.scheduler, runner, self.info, config=config, clock=lambda: self.now
         )
+        self.server.linger_s = 1e9
         self.reader = TensorReader(self.info)
         self.peers: dict[str, zmq.Socket[bytes]] = {}
         self.ends: dict[tuple[str, int], str] = {}  # finish reason, or the tag of the error

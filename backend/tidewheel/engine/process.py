@@ -31,7 +31,6 @@ from tidewheel_process.locked_folder import try_lock
 
 log = logging.getLogger(__name__)
 
-LINGER_S = 10.0
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0
 
@@ -79,19 +78,8 @@ class StatusFile:
                 self.update(stage=stage, fraction=fraction)
 
 
-def serve(
-    config: EngineConfig,
-    engine_dir: Path,
-    load: LoadRunner,
-    *,
-    identity: str = "",
-    linger_s: float = LINGER_S,
-    devices: Path | None = None,
-) -> int:
-    """Run the engine; return the exit code. Raise BlockingIOError if another engine runs in the folder.
-
-    `devices`: folder where engines that share a device meet; None: this one shares none.
-    """
+def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, identity: str) -> int:
+    """Run the engine; return the exit code. Raise BlockingIOError if another engine runs in the folder."""
     lock = try_lock(engine_dir / folder.ENGINE_LOCK, PREDECESSOR_LIMIT_S)
     if lock is None:
         raise BlockingIOError(engine_dir / folder.ENGINE_LOCK)
@@ -101,19 +89,16 @@ def serve(
         try:
             runner = load(config, status.progress)
             name = engine_dir.parent.name
-            devices = None if config.is_remote else devices
-            arbiter = UnsharedDevice() if devices is None else share_device(config, runner.info, devices, name)
+            arbiter = UnsharedDevice() if config.is_remote else share_device(config, runner.info, DEVICES, name)
             with contextlib.closing(arbiter):
-                return _serve_loaded(config, runner, status, linger_s, arbiter)
+                return _serve_loaded(config, runner, status, arbiter)
         except ConfigError as error:
             log.error("the engine cannot start: %s", error)
             status.update(state="failed", message=str(error), is_given_up=isinstance(error, PermanentError))
             return EXIT_LOAD_FAILED
 
 
-def _serve_loaded(
-    config: EngineConfig, runner: LoadedRunner, status: StatusFile, linger_s: float, arbiter: UnsharedDevice
-) -> int:
+def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile, arbiter: UnsharedDevice) -> int:
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info, time.monotonic)
     asked: list[int] = []
@@ -132,7 +117,6 @@ def _serve_loaded(
             runner,
             info,
             config=config,
-            linger_s=linger_s,
             identity=status.identity,
             note=status.update,
             beat=Heartbeat(status.engine_dir).beat,
@@ -171,7 +155,6 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     parser.add_argument("--engine-dir", type=Path, required=True)
     parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--identity", default="")
-    parser.add_argument("--linger-s", type=float, default=LINGER_S)
     arguments = parser.parse_args(argv)
     protect_texts()
     log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
@@ -188,8 +171,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
         )
         return EXIT_LOAD_FAILED
     try:
-        linger_s = arguments.linger_s
-        return serve(config, engine_dir, load, identity=identity, linger_s=linger_s, devices=DEVICES)
+        return serve(config, engine_dir, load, identity)
     except BlockingIOError:
         log.error("another engine runs in this folder: stop it first")
         return EXIT_CRASHED

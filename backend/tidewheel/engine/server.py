@@ -40,6 +40,8 @@ FIRST_STEPS = 20  # of unknown length, in a load
 class EngineServer:
     """Engine's step loop with a bound ROUTER socket. A malformed message affects only its sender."""
 
+    linger_s = 10.0  # without a front end
+
     def __init__(
         self,
         socket: zmq.Socket[bytes],
@@ -48,7 +50,6 @@ class EngineServer:
         info: messages.EngineInfo,
         *,
         config: EngineConfig,
-        linger_s: float,
         identity: str = "",
         note: Callable[..., None] = lambda **_: None,
         beat: Callable[[float | None, int], None] = lambda _, __: None,
@@ -62,7 +63,6 @@ class EngineServer:
         self._identity = identity
         self._read_ns = 0
         self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
-        self._linger_s = linger_s
         self._note = note
         self._write_beat = beat
         self._arbiter = arbiter or UnsharedDevice()
@@ -128,7 +128,7 @@ class EngineServer:
             self._send_disconnection(front_end.identity, f"the engine counts this front end as gone: {reason}")
         if self._front_ends:
             self._alone_since = now
-        elif now - self._alone_since >= self._linger_s:
+        elif now - self._alone_since >= self.linger_s:
             return "the last front end is gone"
         return must_stop()
 

@@ -24,7 +24,7 @@ Key = int | tuple[int, int]
 
 LIMIT_S = 90.0
 LINGER_S = 0.6
-COMMAND = (sys.executable, "-P", "-m", "support.engine.faulty_engine", "--linger-s", str(LINGER_S))
+COMMAND = (sys.executable, "-P", "-m", "support.engine.faulty_engine", str(LINGER_S))
 CONFIG = EngineConfig(model="ok", max_num_seqs=16)
 
 

@@ -1,4 +1,4 @@
-"""An engine process without a model: ``python -m support.engine.faulty_engine`` takes the arguments of the real one.
+"""An engine process without a model. Arguments: seconds that it lingers, then the arguments of the real one.
 
 The model's name says how loading goes, the first token of a prompt what the device does when it sees the request.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import Progress
 from tidewheel.engine.process import exit_now, main
+from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError
 from tidewheel.runner.info import RunnerInfo
 
@@ -94,4 +96,5 @@ def prompt_bytes(*token_ids: int) -> bytes:
 
 
 if __name__ == "__main__":
-    exit_now(main(load=load))
+    EngineServer.linger_s = float(sys.argv[1])
+    exit_now(main(sys.argv[2:], load=load))

@@ -83,9 +83,9 @@ def serve_messages(payloads: Iterable[bytes]) -> None:
         runner,
         info,
         config=EngineConfig(model="m", debug_invariants=True),
-        linger_s=1e9,
         clock=lambda: 1e-3 * next(ticks),
     )
+    server.linger_s = 1e9
     socket.arriving += [[b"neighbour", _encode(Hello(PROTOCOL, "neighbour", ""))]]
     socket.arriving += [[b"neighbour", _encode(request(1, *PROMPT, max_tokens=12))]]
     socket.arriving += [[b"fuzzer", _encode(Hello(PROTOCOL, "fuzzer", ""))]]

@@ -19,7 +19,7 @@ from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, H
 from support.scheduler.scheduling import make_request
 from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
-from tidewheel.engine import heartbeat
+from tidewheel.engine import connection, heartbeat
 from tidewheel.engine.connection import ANSWER_S, drain_all
 from tidewheel.engine.folder import LOG, Status, socket_address
 from tidewheel.engine.launcher import stop_engine
@@ -456,9 +456,9 @@ def test_a_client_with_nothing_in_flight_hears_of_the_end_too(connect: Connect) 
     assert not client.recorder.endings
 
 
-def test_held_requests_are_bounded_in_number_and_time(folder: Path) -> None:
+def test_held_requests_are_bounded_in_number_and_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_HELD", 3)
     client = Client(folder, hold_s=0.2)
-    client._outbox._max_held = 3
     for key in range(3):
         client.add(request(key, 1))
     with pytest.raises(Busy, match="3 requests wait"):

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tidewheel.engine import connection
 from tidewheel.engine.connection import Outbox
 from tidewheel.engine.messages import WHOLE_REQUEST, BatchDone, Cancel, Delta, ErrorInfo, to_engine_decoder
 from tidewheel.errors import Busy, Draining
 
 
 @pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    box = Outbox(max_held=4, hold_s=10.0)
+def outbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outbox]:
+    monkeypatch.setattr(connection, "MAX_HELD", 4)
+    box = Outbox(hold_s=10.0)
     yield box
     box.close()
 
@@ -167,7 +169,7 @@ def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
 
 
 def test_waking_after_the_end_touches_no_descriptor() -> None:
-    outbox = Outbox(max_held=4, hold_s=10.0)
+    outbox = Outbox(hold_s=10.0)
     outbox.refuse(Draining("bye"))
     outbox.close()
     with Path("/dev/null").open("rb", buffering=0) as successor:  # takes the number over

@@ -19,6 +19,7 @@ from support.long_runs import slow
 from support.simulate.simulation import make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelError
+from tidewheel.record import recorder as recorder_module
 from tidewheel.record.recorded_events import ApplyEvent, ScheduleEvent, StepFeatures
 from tidewheel.record.recorder import PrefixNames, Recorder, RecordingScheduler
 from tidewheel.request import FinishReason, Priority, Request
@@ -39,9 +40,7 @@ def recording_scheduler(recorder: Recorder, **settings: Any) -> RecordingSchedul
 class Session:
     """A random client and a device that answers at random, on a scheduler that is recorded."""
 
-    def __init__(
-        self, seed: int, path: Path, *, max_inflight_steps: int = 1, max_bytes: int = 1 << 28, **settings: object
-    ) -> None:
+    def __init__(self, seed: int, path: Path, *, max_inflight_steps: int = 1, **settings: object) -> None:
         self.rng = np.random.default_rng(seed)
         self.settings = {"max_inflight_steps": max_inflight_steps, **settings}
         self.path = path
@@ -53,7 +52,6 @@ class Session:
             info={},
             with_contents=bool(settings.get("enable_prefix_caching", True)),
             named_tenants=settings.get("tenants", ()),
-            max_bytes=max_bytes,
         )
         self.scheduler = recording_scheduler(self.recorder, **self.settings)
         self.in_flight: deque[ScheduledBatch] = deque()
@@ -269,8 +267,11 @@ def test_a_torn_last_line_ends_the_replay_there(tmp_path: Path) -> None:
     assert replayed.is_cut and replayed.difference == ""
 
 
-def test_a_recording_stops_at_its_limit_and_the_scheduler_goes_on(tmp_path: Path) -> None:
-    session = Session(2, tmp_path / "r.jsonl", max_bytes=20_000)
+def test_a_recording_stops_at_its_limit_and_the_scheduler_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_BYTES", 20_000)
+    session = Session(2, tmp_path / "r.jsonl")
     session.run(1500)
     assert not session.recorder.is_open
     assert (tmp_path / "r.jsonl").stat().st_size < 25_000

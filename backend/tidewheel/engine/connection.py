@@ -42,9 +42,8 @@ class Outbox:
     `put`, `put_cancel`, `put_done` and `wake` are thread-safe; one io thread calls the rest.
     """
 
-    def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
+    def __init__(self, *, hold_s: float) -> None:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._max_held = max_held
         self._hold_s = hold_s
         self._lock = threading.RLock()
         self._refusal: TidewheelError | None = None
@@ -60,8 +59,8 @@ class Outbox:
         with self._lock:
             if self._refusal is not None:
                 raise copy.copy(self._refusal)  # each raising thread needs its own instance
-            if len(self._held) >= self._max_held:
-                full = f"{len(self._held)} of {self._max_held} requests wait for the engine"
+            if len(self._held) >= MAX_HELD:
+                full = f"{len(self._held)} of {MAX_HELD} requests wait for the engine"
                 raise Busy(full, retry_after_ms=messages.RETRY_AFTER_MS)
             self._held[key] = _HeldRequest(payload, num_sequences, time.monotonic() + self._hold_s)
             self.wake()

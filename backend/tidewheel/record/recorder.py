@@ -60,13 +60,11 @@ class Recorder:
         info: dict[str, object],
         with_contents: bool,
         named_tenants: Collection[str] = (),
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._file: BinaryIO | None = file
         self.names = PrefixNames()
         self.with_contents = with_contents
         self._named_tenants = named_tenants
-        self._max_bytes = max_bytes
         self._num_bytes = 0
         self.write(events.HeaderEvent(events.SCHEMA, __version__, settings, info))
 
@@ -82,7 +80,7 @@ class Recorder:
             return
         try:
             self._num_bytes += self._file.write(events.encoder.encode(event) + b"\n")
-            if self._num_bytes > self._max_bytes:
+            if self._num_bytes > MAX_BYTES:
                 log.warning("recording ends: it has %d bytes, its limit", self._num_bytes)
                 self._file.write(events.encoder.encode(events.FullEvent()) + b"\n")
                 self._file.flush()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import ssl
 import threading
-import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -78,7 +77,7 @@ class AsyncHttpResponses:
         self._http = http
         self._request = request
         self._url = url
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._end = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         self._events = self._read()
         self._is_cancelled = False
         self._next: asyncio.Future[Mapping[str, Any] | None] | None = self._ask_next()  # sends the request
@@ -88,7 +87,7 @@ class AsyncHttpResponses:
             return None
         self._next = self._next or self._ask_next()
         try:
-            async with asyncio.timeout(None if self._end is None else max(self._end - time.monotonic(), 0.0)):
+            async with asyncio.timeout_at(self._end):
                 event = await self._next
         except TimeoutError:
             raise RequestTimeout("the time limit of the request has passed") from None

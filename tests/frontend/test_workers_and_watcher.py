@@ -14,7 +14,7 @@ import pytest
 
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import delta
-from tidewheel.frontend.live_request import Ending, LiveRequest
+from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.request_figures import TTFT_BOUNDS, StatsRecorder, token_bounds
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.threads import Watcher, Workers
@@ -145,11 +145,11 @@ def test_work_that_blocks_is_reported() -> None:
 
 def test_the_first_ending_counts() -> None:
     request = make_request(RecordingSink())
-    assert not request.end(Ending("cancelled"))  # the engine has not got it
-    assert not request.end(Ending("stop"))
+    assert not request.end("cancelled")  # the engine has not got it
+    assert not request.end("stop")
     assert request.claim_turn()
     assert not request.claim_turn()
-    assert request.take_output() == ([], Ending("cancelled"))
+    assert request.take_output() == ([], "cancelled")
     request.mark_answered()
     assert not request.end_turn()
     assert not request.claim_turn()
@@ -162,7 +162,7 @@ def test_nothing_counts_behind_the_end() -> None:
     assert not request.receive(delta(1, [7], "stop"))
     deltas, ending = request.take_output()
     assert [piece.token_ids for piece in deltas] == [[5]]
-    assert ending == Ending("length")
+    assert ending == "length"
 
 
 def test_buckets_include_their_bound() -> None:

@@ -77,7 +77,7 @@ class Frontend:
         self._prompts = PromptQueue(reader.max_prompt_bytes, NUM_TOKENIZERS)
         self._senders = ResponseSenders(self._settings, self._live, self._columns, self._answer, info.pid)
         share = ASKING_SHARE if info.signature is None else SHORT_ASKING_SHARE
-        cancel = functools.partial(self._end, ending=Ending(FinishReason.CANCELLED))
+        cancel = functools.partial(self._end, ending=FinishReason.CANCELLED)
         self._watcher = Watcher(self._live, cancel, self._expire, interval_s=self._poll_interval_s, share=share)
         self._is_text = info.signature is None
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS * self._is_text, self._prompts.take, self._tokenize)
@@ -128,7 +128,7 @@ class Frontend:
         self._gate.close()
         self._prompts.close()
         for request in live:
-            self._end(request, Ending(error=error))
+            self._end(request, error)
         self._reader.close()
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
         if not self._senders.close(_CLOSE_TIMEOUT_S):
@@ -146,15 +146,15 @@ class Frontend:
                 prepared = self._reader.read(request.key, request.asked)
                 request.attach(prepared, self.submit)
                 if prepared.message is None:
-                    self._end(request, Ending(FinishReason.STOP))
+                    self._end(request, FinishReason.STOP)
                 self._send_to_engine(request)
                 if prepared.speech is not None and not request.is_over:
                     prepared.speech.submit_waiting()
         except TidewheelError as error:
-            self._end(request, Ending(error=error))
+            self._end(request, error)
         except Exception:
             logger.exception("a request could not be prepared")
-            self._end(request, Ending(error=InternalError("the request could not be prepared")))
+            self._end(request, InternalError("the request could not be prepared"))
 
     def _send_to_engine(self, request: LiveRequest) -> None:
         message = request.prepared.message
@@ -168,7 +168,7 @@ class Frontend:
         except TidewheelError as error:
             if isinstance(error, WaitingSetFull):
                 self._engine.count_refused(message.options.tenant, message.options.n)
-            self._end(request, Ending(error=error))
+            self._end(request, error)
         else:
             if request.mark_sent():
                 return
@@ -235,7 +235,7 @@ class Frontend:
         self._gate.set_room(None)
         self._drained_by = None
         for request in self._known(keys):
-            self._end(request, Ending(error=error), is_at_engine=False)
+            self._end(request, error, is_at_engine=False)
         self._send_held()
 
     def on_room(self, room: Room) -> None:
@@ -250,7 +250,7 @@ class Frontend:
             self._drained_by = error = Draining(_SHUTTING_DOWN)
             left = [request for request in self._live.values() if not request.is_at_engine]
         for request in left:
-            self._end(request, Ending(error=error), is_at_engine=False)
+            self._end(request, error, is_at_engine=False)
 
     def _known(self, keys: list[int]) -> Iterator[LiveRequest]:
         return (request for key in keys if (request := self._live.get(key)) is not None)
@@ -273,9 +273,9 @@ class Frontend:
             takes_preview = message and message.step_options and message.step_options.on_deadline == "preview"
             request.expires_ns = request.deadline_ns + (_PREVIEW_GRACE_NS if takes_preview else _DEADLINE_GRACE_NS)
         elif request.has_output:
-            self._end(request, Ending(FinishReason.DEADLINE))
+            self._end(request, FinishReason.DEADLINE)
         else:
-            self._end(request, Ending(error=DeadlineExceeded("the deadline passed before the request could start")))
+            self._end(request, DeadlineExceeded("the deadline passed before the request could start"))
 
     def _end(self, request: LiveRequest, ending: Ending, *, is_at_engine: bool = True) -> None:
         if request.end(ending) and is_at_engine:
@@ -307,11 +307,11 @@ class Frontend:
                 self._engine.cancel(request.key, index)
         if ending is None:
             return outputs.take() if outputs is not None and request.asked.stream and outputs.has_tokens else None
-        if ending.error is not None:
-            return ending.error
+        if isinstance(ending, TidewheelError):
+            return ending
         if outputs is None:  # cancelled early, or nothing to generate
-            return [OutputChunk(text=request.prepared.answer, finish_reason=ending.finish_reason)]
-        return outputs.end(ending.finish_reason) or outputs.take()
+            return [OutputChunk(text=request.prepared.answer, finish_reason=ending)]
+        return outputs.end(ending) or outputs.take()
 
     def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
         self._forget(request)

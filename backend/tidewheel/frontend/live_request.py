@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import force_setattr
@@ -34,12 +33,7 @@ _WIDTH = 32  # tokens of a request; more spill into a list
 _NO_KEY = -1
 _FEW = 8  # requests of a step
 
-
-class Ending(NamedTuple):
-    """End of a request: its error, or the finish reason of unfinished sequences."""
-
-    finish_reason: str = ""
-    error: TidewheelError | None = None
+Ending = str | TidewheelError  # finish reason of the unfinished sequences, or error of the request
 
 
 class LiveRequest:
@@ -133,8 +127,8 @@ class LiveRequest:
         with self._lock:
             if self._ending is None:
                 self._ending = ending
-                if ending.error is not None:  # whose frames hold the request and its prompt
-                    ending.error.__traceback__ = ending.error.__context__ = None
+                if isinstance(ending, TidewheelError):  # whose frames hold the request and its prompt
+                    ending.__traceback__ = ending.__context__ = None
             must_tell = self.is_at_engine and self._num_open > 0
             self.is_at_engine = False
             return must_tell
@@ -156,7 +150,7 @@ class LiveRequest:
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
-            return self.end(Ending())
+            return self.end("")
 
     def end_turn(self) -> bool:
         """Return whether to queue the request again."""
@@ -168,17 +162,17 @@ class LiveRequest:
         error = None if delta.error is None else delta.error.to_error()
         if delta.index == WHOLE_REQUEST:
             self._num_open = 0
-            return Ending(delta.finish_reason, error)
+            return error or delta.finish_reason
         self._num_open -= 1
         if error is not None and not isinstance(error, DeadlineExceeded):
-            return Ending(error=error)
+            return error
         self._ends.append(error)
         if self._num_open:
             return None
         expired = [end for end in self._ends if end is not None]
         if not expired:
-            return Ending(delta.finish_reason)
-        return Ending(error=expired[-1]) if len(expired) == len(self._ends) else Ending(FinishReason.DEADLINE)
+            return delta.finish_reason
+        return expired[-1] if len(expired) == len(self._ends) else FinishReason.DEADLINE
 
 
 class TokenColumns:

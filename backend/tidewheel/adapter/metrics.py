@@ -7,6 +7,7 @@ never deleted: other front ends would lose it, and server 2.51 would hang.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,18 +49,18 @@ class NumberSeries:
         self._family = make_family(metric)
         self._label = metric.label
         self._labels = labels
-        self._series: dict[str, Any] = {}
+        self._series = functools.cache(self._open)
         self._last: dict[str, float] = {}
         self._num_advances = 0
         for value in values:
-            self._open(value)
+            self._series(value)
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
         """Publish the metric's values, by label. Without `is_ours`, only note them: another front end publishes."""
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():
-            series, last = self._open(value), self._last.get(value)
+            series, last = self._series(value), self._last.get(value)
             if not self._is_gauge:
                 growth = number if last is None or number < last else number - last
                 if is_ours and growth > 0:
@@ -70,10 +71,8 @@ class NumberSeries:
             self._last[value] = number if is_ours or not self._is_gauge else math.nan
 
     def _open(self, value: str) -> Any:
-        if value not in self._series:
-            labels = {**self._labels, self._label: value} if self._label else dict(self._labels)
-            self._series[value] = _keep(self._family.Metric(labels=labels))
-        return self._series[value]
+        labels = {**self._labels, self._label: value} if self._label else dict(self._labels)
+        return _keep(self._family.Metric(labels=labels))
 
 
 class HistogramSeries:

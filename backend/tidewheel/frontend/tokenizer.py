@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from copy import copy
 from pathlib import Path
@@ -38,7 +39,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(() if eos is None else (eos,))
         self.joins_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self.max_token_bytes = _max_token_bytes(backend) if self.joins_bytes else None
-        self._token_texts: dict[int, str] = {}
+        self.token_text = functools.cache(self._text_of)
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
@@ -81,14 +82,10 @@ class Tokenizer:
     def token_string(self, token_id: int) -> str:
         return str(self.backend.id_to_token(token_id))
 
-    def token_text(self, token_id: int) -> str:
+    def _text_of(self, token_id: int) -> str:
         """Return a token's text, with the leading space that decoders drop."""
-        text = self._token_texts.get(token_id)
-        if text is None:
-            alone = self.decode((token_id,), skip_special_tokens=False)
-            text = self.decode((token_id, token_id), skip_special_tokens=False)[len(alone) :]
-            self._token_texts[token_id] = text
-        return text
+        alone = self.decode((token_id,), skip_special_tokens=False)
+        return self.decode((token_id, token_id), skip_special_tokens=False)[len(alone) :]
 
 
 class Detokenizer:

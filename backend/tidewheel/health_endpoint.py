@@ -84,34 +84,31 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         head = self._read_head()
-        kind = _JSON
-        match head.split(b" ", 2):
-            case [b"GET" | b"HEAD", path, _]:
-                status, kind, content = self._answer(path.partition(b"?")[0])
-            case [_, _, _]:
-                status, content = 405, json.dumps({"reason": "use GET"})
-            case _:
-                status, content = 400, json.dumps({"reason": "not a request"})
-        body = content.encode()
+        status, answer = self._answer(head.split(b" ", 2))
+        kind, text = (_TEXT, answer) if isinstance(answer, str) else (_JSON, json.dumps(answer))
+        body = text.encode()
         self.wfile.write(
             f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
             + (b"" if head.startswith(b"HEAD ") else body)
         )
 
-    def _answer(self, path: bytes) -> tuple[int, str, str]:
+    def _answer(self, words: list[bytes]) -> tuple[int, str | dict[str, object]]:
+        if len(words) < 3:
+            return 400, {"reason": "not a request"}
+        if words[0] not in (b"GET", b"HEAD"):
+            return 405, {"reason": "use GET"}
         readiness = self.server.report()
-        match path:
+        state: dict[str, object] = {"ready": readiness.is_ready, "state": readiness.state, "reason": readiness.reason}
+        match words[1].partition(b"?")[0]:
             case b"/ready":
-                holds = readiness.is_ready
+                return 200 if readiness.is_ready else 503, state
             case b"/live":
-                holds = readiness.is_live
+                return 200 if readiness.is_live else 503, state
             case b"/metrics":
-                return 200, _TEXT, _metrics(readiness)
+                return 200, _metrics(readiness)
             case _:
-                return 404, _JSON, json.dumps({"reason": "the paths are /ready, /live and /metrics"})
-        body = {"ready": readiness.is_ready, "state": readiness.state, "reason": readiness.reason}
-        return 200 if holds else 503, _JSON, json.dumps(body)
+                return 404, {"reason": "the paths are /ready, /live and /metrics"}
 
     def _read_head(self) -> bytes:
         """Return the first line of the head. Read the rest too: unread bytes reset the connection."""

@@ -191,8 +191,7 @@ def test_a_deadline_ends_a_request_as_its_owner_chose(on_deadline: str, is_shown
         assert (engine.answers["a"][0][0].tensors or {})["finish_reason"] == [b"deadline"]
         assert 1 <= step < 50 and value == alone(steps=step)
     else:
-        engine.outputs["a"].end("deadline")
-        assert isinstance(engine.outputs["a"].error, DeadlineExceeded)
+        assert isinstance(engine.outputs["a"].end("deadline"), DeadlineExceeded)
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:

@@ -16,7 +16,7 @@ from tidewheel.errors import TAGS, Busy, EngineDead, InvalidRequest, Unsupported
 from tidewheel.frontend.output import OutputChunk
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.metrics import TABLE
-from tidewheel.request import Priority
+from tidewheel.request import FinishReason, Priority
 from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram, Objective, TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
@@ -214,6 +214,17 @@ def test_request_figures() -> None:
     assert value("tidewheel_requests_failed_total", tag="TW-ENGINE-DEAD") == 1
     assert value("vllm:prompt_tokens_total", **LABELS) == 12
     assert value("vllm:generation_tokens_total", **LABELS) == 4
+
+
+def test_a_series_is_opened_once_for_a_finish_reason_and_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+    monkeypatch.setattr(module, "_keep", lambda thing: opened.append(thing) or thing)
+    stats = FrontendStats()
+    table = request_metrics(LABELS, stats)
+    before = len(opened)
+    stats.finished.update(["stop", FinishReason.LENGTH])
+    table.publish(stats)
+    assert len(opened) == before
 
 
 def test_request_histograms() -> None:

@@ -53,14 +53,14 @@ class NumberSeries:
         self._last: dict[str, float] = {}
         self._num_advances = 0
         for value in values:
-            self._series(value)
+            self._series(str(value))  # for the cache, a member of an enumeration is another key
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
         """Publish the metric's values, by label. Without `is_ours`, only note them: another front end publishes."""
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():
-            series, last = self._series(value), self._last.get(value)
+            series, last = self._series(str(value)), self._last.get(value)
             if not self._is_gauge:
                 growth = number if last is None or number < last else number - last
                 if is_ours and growth > 0:

@@ -75,8 +75,12 @@ class GrpcResponses:
 class AsyncGrpcResponses(GrpcResponses):
     _end_limit = staticmethod(lambda: asyncio.timeout(END_S))
 
+    def __init__(self, call: Any, url: str) -> None:
+        super().__init__(call, url)
+        self._messages = aiter(call)
+
     def _next(self) -> Awaitable[Any]:  # type: ignore[override]
-        return anext(aiter(self._call), None)
+        return anext(self._messages, None)
 
 
 class GrpcTransport:

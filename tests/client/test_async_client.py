@@ -16,6 +16,7 @@ from support.triton.grpc_triton import Answer, Asked, FakeTriton, response
 from tidewheel_client import AsyncClient, Chunk, Client
 from tidewheel_client.async_client import AsyncSession
 from tidewheel_client.client import Session
+from tidewheel_client.grpc_transport import AsyncGrpcResponses
 
 Test = Callable[[AsyncClient], Coroutine[Any, Any, None]]
 
@@ -51,6 +52,25 @@ def public(cls: type) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("one", "other"), [(Client, AsyncClient), (Session, AsyncSession)])
 def test_both_clients_have_one_surface(one: type, other: type) -> None:
     assert public(one) == public(other)
+
+
+def test_a_call_is_asked_for_its_iterator_once() -> None:
+    class Call:
+        num_asked = 0
+
+        def __aiter__(self) -> Call:
+            self.num_asked += 1
+            return self
+
+        async def __anext__(self) -> None:
+            raise StopAsyncIteration
+
+    async def read_twice(call: Call) -> None:
+        responses = AsyncGrpcResponses(call, "url")
+        assert [await responses.receive(), await responses.receive()] == [None, None]
+
+    asyncio.run(read_twice(call := Call()))
+    assert call.num_asked == 1
 
 
 def test_chunks_arrive_one_by_one(triton: FakeTriton) -> None:

@@ -29,7 +29,12 @@ CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5  # SGLang
 MATCH_RATE = 0.1  # Ray
 
 
-class PowerOfTwo(Router[int]):
+class PeerRouter(Router[int]):
+    def open_of(self, replica: int) -> float:
+        return float(self.num_open[self.slots[replica]])
+
+
+class PowerOfTwo(PeerRouter):
     def __init__(self) -> None:
         super().__init__()
         self._rng = np.random.default_rng(0)
@@ -66,7 +71,7 @@ class SentPrompts:
         return best
 
 
-class CacheAware(Router[int]):
+class CacheAware(PeerRouter):
     chunk_tokens = TREE_TOKENS
 
     def __init__(self) -> None:
@@ -79,7 +84,7 @@ class CacheAware(Router[int]):
         depth, found = self._sent.longest(request.chunks, self.slots)
         is_imbalanced = high - low > BALANCE_ABS and high > BALANCE_REL * low
         if is_imbalanced or depth * request.chunk_tokens <= CACHE_THRESHOLD * request.num_tokens:
-            return self.least_open(excluded)
+            return super().choose(request, excluded)
         return found[0]
 
     def chosen(self, request: RouteRequest, replica: int) -> RoutedRequest[int]:
@@ -87,7 +92,7 @@ class CacheAware(Router[int]):
         return super().chosen(request, replica)
 
 
-class PrefixCacheAffinity(Router[int]):
+class PrefixCacheAffinity(PeerRouter):
     chunk_tokens = TREE_TOKENS
 
     def __init__(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from routing.changing_fleet import Change
+from routing.peer_routers import CacheAware, LeastBlocks, PowerOfTwo, PrefixCacheAffinity
 from routing.router_comparison import make_fleet, means, turns
+from tidewheel.fleet.router import Router, RouteRequest
 from tidewheel.fleet.routers import RoundRobinRouter
 from tidewheel.workload.traces import Trace
 
@@ -32,3 +34,13 @@ def test_means_are_over_the_seeds() -> None:
         for seed, cached in ((1, 0.5), (2, 1.0))
     ]
     assert means(runs) == {"trace": "mixed", "router": "r", "cached": 0.75, "turns_at_home": None}
+
+
+@pytest.mark.parametrize("make", [PowerOfTwo, CacheAware, PrefixCacheAffinity, LeastBlocks])
+def test_peers_choose_by_load_where_no_replica_knows_the_prompt(make: type[Router[int]]) -> None:
+    router = make()
+    for replica in range(2):
+        router.join(replica)
+    request = RouteRequest(num_tokens=64, chunks=(1, 2), chunk_tokens=32)
+    router.chosen(request, 0)
+    assert router.choose(RouteRequest(num_tokens=64, chunks=(3, 4), chunk_tokens=32)) == 1

@@ -249,6 +249,9 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
     ) -> Delta:
         """Return new tokens of a sequence with its result, or, if shared memory has room, with a preview."""
+        sent, prompt = None if logprobs is None else [logprobs], _unsent_prompt_logprobs(request)
+        if request.finish_reason is None and request.outputs is None:  # of each row in each step: 0.3 us
+            return cls(key, token_ids, "", None, sent, None, index, prompt)
         is_last = request.finish_reason is not None
         if request.finish_reason is FinishReason.DEADLINE and request.progress is not None:
             request.outputs = request.progress.deadline_outputs()
@@ -265,10 +268,10 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             token_ids,
             finish_reason=str(request.finish_reason or ""),
             error=None if error is None else ErrorInfo.of(error),
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=sent,
             stats=RequestStats.of(request) if is_last else None,
             index=index,
-            prompt_logprobs=_unsent_prompt_logprobs(request),
+            prompt_logprobs=prompt,
             pooled=b"" if request.pooled is None or not is_last else request.pooled.astype("<f4").tobytes(),
             outputs=outputs,
         )

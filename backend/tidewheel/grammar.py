@@ -46,7 +46,10 @@ class Grammar:
     def __post_init__(self) -> None:
         if not self.text and self.kind is not GrammarKind.JSON_OBJECT:
             raise InvalidRequest(f"{self.name} is empty: give a {self.kind}, or leave it out")
-        size = len(self.text.encode("utf-8", "surrogatepass"))
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{self.name} is not valid Unicode: it holds a lone surrogate") from None
         if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"{self.name} has {size} bytes: at most {MAX_GRAMMAR_BYTES} are allowed")
 

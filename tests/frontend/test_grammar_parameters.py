@@ -82,6 +82,7 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ({"guided_json": "{"}, InvalidRequest, "guided_json is not JSON"),
         ({"guided_json": '{"a": 1, "a": 2}'}, InvalidRequest, "guided_json has the key 'a' twice"),
         ({"guided_json": "[" * 10_000}, InvalidRequest, "guided_json is not JSON that can be read: it is nested too"),
+        ({"guided_json": {"title": "\ud800"}}, InvalidRequest, "guided_json is not valid Unicode: it holds a lone"),
         ({"guided_json": [1]}, InvalidRequest, "guided_json is [1]: it must be a JSON schema, an object"),
         ({"guided_json": True}, InvalidRequest, "guided_json is True"),
         ({"guided_json": {"x-guidance": {"item_separator": ";"}}}, Unsupported, "guided_json: x-guidance is set"),

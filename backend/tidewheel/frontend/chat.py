@@ -71,6 +71,8 @@ def parse_conversation(data: str | bytes) -> Conversation:
         msgspec.msgpack.encode(conversation)  # as it goes to the process for prompts
     except OverflowError:
         raise InvalidRequest("tools or messages hold an integer beyond 64 bits") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("tools, messages or their options hold a lone surrogate: not valid Unicode") from None
     except RecursionError:
         raise InvalidRequest("tools or messages are nested too deep") from None
     return conversation

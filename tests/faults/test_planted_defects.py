@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -125,6 +127,16 @@ def test_every_defect_has_a_case_and_is_documented() -> None:
     assert FINDS.keys() == defects.DEFECTS.keys()
     page = (ROOT / "docs/evidence/faults.md").read_text()
     assert [name for name, find in FINDS.items() if f"| `{name}` | {find.check} |" not in page] == []
+
+
+def test_every_defect_has_its_place() -> None:
+    code = (
+        "import functools, importlib, sys\nfrom unittest import mock\n"
+        "sys.modules['triton_python_backend_utils'] = mock.MagicMock()\nfrom support.faults import defects\n"
+        "for module, place in defects.places():\n"
+        "    functools.reduce(getattr, place.split('.'), importlib.import_module(module))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", check=True)
 
 
 @pytest.mark.slow

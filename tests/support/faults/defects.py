@@ -49,6 +49,11 @@ def _unless_switched_on(defect: Function, sound: Function) -> Function:
     return either
 
 
+def places() -> list[tuple[str, str]]:
+    """Return module and place of each defect."""
+    return [(module, place) for module, changes in _CHANGES.items() for place, _ in changes]
+
+
 def variables(switch: Path) -> dict[str, str]:
     """Return the environment of a server with the defects."""
     paths = [str(PLANTING), str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -165,10 +170,12 @@ def lost_token(receive: Function, frontend: Any, keys: Any, token_ids: Any) -> N
     receive(frontend, keys[:end], token_ids[:end])
 
 
-@planted("tidewheel.frontend.frontend", "Frontend._cancel")
-def leaked_descriptor(cancel: Function, frontend: Any, request: Any) -> None:
-    os.dup(0)
-    cancel(frontend, request)
+@planted("tidewheel.frontend.frontend", "Frontend._end")
+def leaked_descriptor(end: Function, frontend: Any, request: Any, ending: Any, **named: Any) -> None:
+    """Leave a descriptor open for each cancelled request."""
+    if ending == "cancelled":
+        os.dup(0)
+    end(frontend, request, ending, **named)
 
 
 @planted("tidewheel.frontend.admission_gate", "AdmissionGate._check")
@@ -231,7 +238,7 @@ def logged_stack(read: Function, *arguments: Any, **named: Any) -> Any:
 # --- tidewheel serve ----------------------------------------------------------------------------------------------
 
 
-@planted("tidewheel.server.health", "Health.look")
+@planted("tidewheel.server.health", "HealthMonitor.look")
 def stale_readiness(look: Function, health: Any) -> Any:
     """Say what was so before."""
     del look

@@ -34,7 +34,7 @@ _AT_LEAST_ONE = (
     "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens", "predictor_prior_tokens",
     "long_prefill_token_threshold", "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks",
     "kv_cache_memory_mb", "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
-    "max_input_mb",
+    "max_input_mb", "tensor_parallel_size",
 )  # fmt: skip
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
@@ -117,6 +117,7 @@ class EngineConfig(SchedulingSettings):
     max_model_len: MaxModelLen = "auto"  # tokens of prompt and output of one request; auto: the model's, or what fits
     generation_config: str = ""  # default sampling: auto (the model's), vllm (none), or a folder; LLM: auto, if empty
     override_generation_config: str = "{}"  # default sampling over that of generation_config
+    tensor_parallel_size: int = 1  # ranks that share the model, each on a GPU or core; sizes of memory are of each
     max_logprobs: int = 20  # most log-probabilities that a request may ask for per token
     num_threads: int | None = None  # CPU threads of the engine; none: all free cores, one for small models
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
@@ -203,17 +204,26 @@ class EngineConfig(SchedulingSettings):
             raise ConfigError(f"batch_size is read by scheduling_strategy static, not by {strategy}: remove one")
         if self.batch_size is not None and self.batch_size > self.max_num_seqs:
             raise ConfigError(f"batch_size is {self.batch_size}: max_num_seqs allows {self.max_num_seqs}")
-        if self.deterministic and self.quantization not in ("auto", "none"):
-            raise ConfigError(
-                f"deterministic is true, and quantization is {self.quantization}: torch multiplies 8 bits, and its "
-                "sums may depend on the batch; set deterministic to false, or quantization to none"
-            )
+        if self.deterministic:
+            self._check_deterministic()
         self._check_kind()
         self._check_pressure()
         if self.swap_space > 0.0 and not self.enable_prefix_caching:
             raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
         if self.preemption_mode == "swap" and self.swap_space == 0.0:
             raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
+
+    def _check_deterministic(self) -> None:
+        if self.quantization not in ("auto", "none"):
+            raise ConfigError(
+                f"deterministic is true, and quantization is {self.quantization}: torch multiplies 8 bits, and its "
+                "sums may depend on the batch; set deterministic to false, or quantization to none"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"deterministic is true, and tensor_parallel_size is {self.tensor_parallel_size}: sums over ranks "
+                "may depend on the batch; set deterministic to false, or tensor_parallel_size to 1"
+            )
 
     def _check_kind(self) -> None:
         if (self.kind == "text") == bool(self.adapter):
@@ -297,7 +307,7 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "kv_cache_dtype", "block_size", "num_blocks", "kv_cache_memory_mb", "gpu_memory_utilization", "enforce_eager",
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
     "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
-    "target_tpot_ms",
+    "target_tpot_ms", "tensor_parallel_size",
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})

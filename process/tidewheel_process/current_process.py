@@ -54,9 +54,9 @@ def call_at_end_of(descriptor: int, stop: Callable[[], None]) -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-def end_with_parent() -> None:
-    """Make the kernel send SIGTERM when the parent ends. Call in a child before exec."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Make the kernel send a signal when the thread that started this process ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -39,6 +39,14 @@ class LoadedRunner(Runner, Protocol):
     def info(self) -> RunnerInfo: ...
 
 
+@runtime_checkable
+class RankedRunner(LoadedRunner, Protocol):
+    """Runner of several processes."""
+
+    def check(self) -> None:
+        """Raise `InternalError` if one of them has ended."""
+
+
 LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
@@ -49,6 +57,10 @@ def load_model_runner(config: EngineConfig, progress: Progress | None = None) ->
             progress("load", 0.0)
         one_shot = RemoteRunner if config.is_remote else OneShotRunner
         return (IterativeRunner if config.kind == "iterative" else one_shot).load(config)
+    if config.tensor_parallel_size > 1:
+        from tidewheel.runner.rank_group import load_group
+
+        return load_group(config, progress)
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)

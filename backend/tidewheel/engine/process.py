@@ -21,7 +21,14 @@ import zmq
 from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.config import EngineConfig
 from tidewheel.engine import folder
-from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.build import (
+    LoadedRunner,
+    LoadRunner,
+    RankedRunner,
+    build_scheduler,
+    engine_info,
+    load_model_runner,
+)
 from tidewheel.engine.device_arbiter import DEVICES, UnsharedDevice, share_device
 from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
@@ -106,6 +113,8 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
         signal.signal(number, lambda number, _: asked.append(number))
 
     def must_stop() -> str:
+        if isinstance(runner, RankedRunner):
+            runner.check()
         if asked:
             return "it was asked to"
         return "" if status.keep() else "its folder is gone"

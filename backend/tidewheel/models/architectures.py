@@ -163,6 +163,27 @@ def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
     return config
 
 
+def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
+    """Raise `ConfigError` if so many ranks cannot hold equal parts of the model."""
+    if objection := _objection_to_ranks(config, num_ranks):
+        fitting = [str(n) for n in range(1, config.num_q_heads + 1) if not _objection_to_ranks(config, n)]
+        raise ConfigError(f"tensor_parallel_size is {num_ranks}: {objection}; set it to {' or '.join(fitting)}")
+
+
+def _objection_to_ranks(config: ModelConfig, num_ranks: int) -> str:
+    counts = {
+        "num_attention_heads": config.num_q_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    for name, count in counts.items():
+        if count % num_ranks:
+            return f"the model's {name} is {count}, no multiple of it"
+    if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
+        return f"the model's num_key_value_heads is {config.num_kv_heads}, neither a multiple nor a factor of it"
+    return ""
+
+
 def _sliding_windows(fields: ConfigFields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
     full = (0,) * num_layers
     if traits.windowed_layers == "none":

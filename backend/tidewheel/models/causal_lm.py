@@ -20,11 +20,11 @@ class KVLayer(NamedTuple):
 
 class ModelShape(NamedTuple):
     num_layers: int
-    num_kv_heads: int
+    num_kv_heads: int  # of this rank
     head_dim: int
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # widest activation of a layer
+    intermediate_size: int  # widest activation of a layer on this rank
 
 
 class EncoderInput(NamedTuple):

@@ -17,15 +17,19 @@ from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeight
 class Attention:
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str, cos_sin: torch.Tensor) -> None:
         self._cos_sin, self.is_invariant = cos_sin, weights.is_invariant
-        self._num_q_heads, self._num_kv_heads = config.num_q_heads, config.num_kv_heads
+        shard = weights.shard
+        self._num_q_heads, self._num_kv_heads = shard.count(config.num_q_heads), shard.count(config.num_kv_heads)
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         self.sliding_window = config.sliding_windows[layer]
         hidden, q_width = config.hidden_size, config.num_q_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         projections = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv = weights.linear(prefix, hidden, projections, bias=config.qkv_bias)
-        self.output = weights.linear(prefix, q_width, {"o_proj": hidden}, bias=config.output_bias)
+        kv_pieces = dict.fromkeys(("k_proj", "v_proj"), min(shard.num_ranks, config.num_kv_heads))
+        self.qkv = weights.linear(
+            prefix, hidden, projections, bias=config.qkv_bias, split="outputs", num_pieces=kv_pieces
+        )
+        self.output = weights.linear(prefix, q_width, {"o_proj": hidden}, bias=config.output_bias, split="inputs")
         self.q_norm = weights.tensor(f"{prefix}q_norm", config.head_dim) if config.qk_norm else None
         self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
 
@@ -42,8 +46,9 @@ class Attention:
 class GatedMLP:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = weights.linear(prefix, hidden, {"gate_proj": width, "up_proj": width}, bias=bias)
-        self.down = weights.linear(prefix, width, {"down_proj": hidden}, bias=bias)
+        projections = {"gate_proj": width, "up_proj": width}
+        self.gate_up = weights.linear(prefix, hidden, projections, bias=bias, split="outputs")
+        self.down = weights.linear(prefix, width, {"down_proj": hidden}, bias=bias, split="inputs")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))
@@ -106,10 +111,10 @@ class Decoder(NativeModel):
     config: ModelConfig
 
     def build(self, weights: Weights) -> None:
-        config = self.config
+        config, shard = self.config, weights.shard
         self.shape = ModelShape(
-            config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, config.hidden_size,
-            config.intermediate_size,
+            config.num_layers, shard.count(config.num_kv_heads), config.head_dim, config.vocab_size,
+            config.hidden_size, shard.count(config.intermediate_size),
         )  # fmt: skip
         # Otherwise a row that changes its logits would have the whole batch drawn from float32.
         self._logits_dtype = torch.float32 if weights.is_invariant else weights.dtype

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.gguf_blocks import DTYPES, dequantize_rows, group_rows, matrix_format
 from tidewheel.models.gguf_header import TAKE_ANOTHER, GGUFTensor, read_header
 from tidewheel.models.linear import GroupFormat
+from tidewheel.models.shard import TensorPart
 from tidewheel.models.weight_source import WeightSource, as_config_error, uncounted
 from tidewheel.models.weight_stream import BytesRead, StoredTensor, copy_tensors
 from tidewheel_kernels.grouped_linear import GroupedWeights
@@ -50,6 +52,16 @@ class GGUFFile(WeightSource):
             raise ConfigError(f"{self.path}: {name} has type {tensor.kind.name}, which is not read: {TAKE_ANOTHER}")
         return torch.float32 if isinstance(form, GroupFormat) and len(tensor.shape) != 2 else form
 
+    def take_parts(self, parts: Mapping[str, TensorPart]) -> None:
+        for name, part in parts.items():
+            block = GGML_QUANT_SIZES[self._raw[name].kind][0]
+            if part.axis == 1 and (part.begin % block or part.end % block):
+                raise ConfigError(
+                    f"{self.path}: {name} has blocks of {block} inputs, which ranks with {part.end - part.begin} "
+                    f"inputs split: lower tensor_parallel_size, or {TAKE_ANOTHER}"
+                )
+        super().take_parts(parts)
+
     def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
         floats = {name: tensor for name, tensor in destinations.items() if self._raw[name].kind in DTYPES}
         super().copy(floats, read)
@@ -70,10 +82,14 @@ class GGUFFile(WeightSource):
             return group_rows(rows if order is None else rows[order], self._raw[name].kind, device)
 
     def _rows(self, name: str) -> torch.Tensor:
-        """Return a quantised tensor's raw rows [num_rows, row_bytes] uint8."""
-        raw = self._raw[name]
-        rows = torch.empty(raw.num_bytes // raw.row_bytes, raw.row_bytes, dtype=torch.uint8)
-        stored = StoredTensor(self.path, tuple(rows.shape), torch.uint8, raw.begin)
+        """Return the raw rows [num_rows, row_bytes] uint8 of a quantised tensor, or of its part."""
+        raw, part = self._raw[name], self.tensors[name].part
+        if part is not None and part.axis == 1:
+            begin, end = (place * raw.row_bytes // raw.shape[1] for place in part[1:])
+            part = TensorPart(1, begin, end)
+        shape = raw.num_bytes // raw.row_bytes, raw.row_bytes
+        stored = StoredTensor(self.path, shape, torch.uint8, raw.begin, part)
+        rows = torch.empty(stored.part_shape, dtype=torch.uint8)
         copy_tensors({name: stored}, {name: rows}, uncounted)
         return rows
 
@@ -86,7 +102,9 @@ class GGUFFile(WeightSource):
         num_rows = self._raw[name].shape[0]
         if num_rows % (2 * num_heads):
             raise ConfigError(f"{self.path}: {name} has {num_rows} rows for {num_heads} heads: download it again")
-        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+        order = torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+        part = self.tensors[name].part  # of whole heads
+        return order if part is None else order[part.begin : part.end] - part.begin
 
 
 def hugging_face_name(name: str) -> str:

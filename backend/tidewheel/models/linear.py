@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.shard import Shard, TensorPart
 from tidewheel_kernels import FP8, invariant_linear, quantize_rows, scaled_linear
 from tidewheel_kernels.decode_layers import LinearWeights
 from tidewheel_kernels.grouped_linear import (
@@ -39,6 +41,7 @@ class GroupFormat(NamedTuple):
 
 
 MatrixFormat = GroupFormat | Literal["fp8"] | None  # None: the model's dtype
+Split = Literal["none", "outputs", "inputs", "vocabulary"]  # how ranks share a matrix
 FormatChoice = Callable[[Sequence[str]], MatrixFormat]  # of matrices that one layer holds, by checkpoint names
 
 
@@ -144,14 +147,57 @@ class InvariantLinear(Linear):
         return invariant_linear(x, self.weight, self.bias)
 
 
+class SummedLinear(Linear):
+    """Linear layer of a rank's inputs, whose products are summed over all ranks."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
+        shard: Shard,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, None, form, parts)
+        self._shard, self._bias = shard, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        products = super().__call__(x)
+        self._shard.collectives.all_reduce(products)
+        return products if self._bias is None else products.add_(self._bias)
+
+    def kernel_weights(self) -> None:
+        """Return None: a C call of all layers cannot stop for a sum."""
+
+
+class VocabularyLinear(Linear):
+    """Embedding table or output matrix with a rank's tokens, which returns rows and logits of all tokens."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
+        shard: Shard,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, bias, form, parts)
+        self._shard, self._num_tokens = shard, weight.shape[0]
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        local = indices - self._shard.rank * self._num_tokens
+        is_absent = (local < 0) | (local >= self._num_tokens)
+        found = super().rows(local.clamp_(0, self._num_tokens - 1)).masked_fill_(is_absent.unsqueeze(1), 0)
+        self._shard.collectives.all_reduce(found)
+        return found
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._shard.collectives.all_gather(super().__call__(x)).transpose(0, 1).flatten(1)
+
+
 class Weights:
     """Empty weights of a model: tensors to copy to, by checkpoint name, and layers to fill."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, format_of: FormatChoice, *, is_invariant: bool = False
-    ) -> None:
+        self, dtype: torch.dtype, device: torch.device, format_of: FormatChoice, *, is_invariant: bool = False,
+        shard: Shard | None = None,
+    ) -> None:  # fmt: skip
         self.dtype, self.device, self._format_of, self.is_invariant = dtype, device, format_of, is_invariant
+        self.shard = shard or Shard()
         self.by_name: dict[str, torch.Tensor] = {}  # parts of a fused matrix are views
+        self.parts: dict[str, TensorPart] = {}  # of checkpoint tensors of which this rank holds a part
         self.linears: list[Linear] = []
 
     def tensor(self, name: str, *shape: int, part: str = "weight") -> torch.Tensor:
@@ -161,29 +207,60 @@ class Weights:
     def table(self, name: str, num_rows: int, width: int) -> Linear:
         """Return an embedding table, of which only `rows` are read."""
         if self._format_of([f"{name}.weight"]) is None:
-            return Linear(self.tensor(name, num_rows, width), None, None, {})
-        return self.linear("", width, {name: num_rows})
+            num_rows = self._taken([f"{name}.weight"], 0, num_rows)
+            return self._made(self.tensor(name, num_rows, width), None, None, {}, "vocabulary")
+        return self.linear("", width, {name: num_rows}, split="vocabulary")
 
     def linear(
-        self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, unbiased: str = ""
-    ) -> Linear:
-        """With `bias`, the part `unbiased` has none in the checkpoint."""
+        self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, unbiased: str = "",
+        split: Split = "none", num_pieces: Mapping[str, int] = MappingProxyType({}),
+    ) -> Linear:  # fmt: skip
+        """With `bias`, the part `unbiased` has none in the checkpoint.
+
+        `num_pieces`: different pieces of a part whose outputs are split, if they are fewer than ranks.
+        """
+        if split == "inputs":
+            in_features = self._taken([f"{prefix}{name}.weight" for name in parts], 1, in_features)
+        elif split != "none":
+            kinds = ("weight", "bias") if bias else ("weight",)
+            parts = {
+                name: self._taken([f"{prefix}{name}.{kind}" for kind in kinds], 0, count, num_pieces.get(name))
+                for name, count in parts.items()
+            }
         biases = self._fused({f"{prefix}{name}.bias": count for name, count in parts.items()}) if bias else None
         if unbiased:
             self.by_name.pop(f"{prefix}{unbiased}.bias").zero_()
         names = {f"{prefix}{name}.weight": count for name, count in parts.items()}
         form = self._format_of(list(names))
         if form is None:
-            return self.layer(self._fused(names, in_features), biases, None, names)
+            return self.layer(self._fused(names, in_features), biases, None, names, split)
         weights = torch.empty(sum(parts.values()), in_features, dtype=self.dtype, device="meta")
-        return self.layer(weights, biases, form, names)
+        return self.layer(weights, biases, form, names, split)
 
     def layer(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int]
-    ) -> Linear:
-        kind = InvariantLinear if self.is_invariant else Linear
-        self.linears.append(kind(weight, bias, form, parts))
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
+        split: Split = "none",
+    ) -> Linear:  # fmt: skip
+        self.linears.append(self._made(weight, bias, form, parts, split))
         return self.linears[-1]
+
+    def _made(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
+        split: Split,
+    ) -> Linear:  # fmt: skip
+        if self.shard.num_ranks > 1 and split == "inputs":
+            return SummedLinear(weight, bias, form, parts, self.shard)
+        if self.shard.num_ranks > 1 and split == "vocabulary":
+            return VocabularyLinear(weight, bias, form, parts, self.shard)
+        return InvariantLinear(weight, bias, form, parts) if self.is_invariant else Linear(weight, bias, form, parts)
+
+    def _taken(self, names: Sequence[str], axis: int, total: int, num_pieces: int | None = None) -> int:
+        """Note which part of the tensors this rank holds; return its number of outputs or inputs."""
+        if self.shard.num_ranks == 1:
+            return total
+        part = self.shard.part(axis, total, num_pieces or self.shard.num_ranks)
+        self.parts |= dict.fromkeys(names, part)
+        return part.end - part.begin
 
     def _fused(self, names: Mapping[str, int], *inputs: int) -> torch.Tensor:
         """Return a tensor [sum of outputs, *inputs] with named views."""

@@ -11,7 +11,7 @@ import torch
 
 from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import native_traits, parse_config
+from tidewheel.models.architectures import ModelConfig, check_num_ranks, native_traits, parse_config
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
@@ -19,6 +19,7 @@ from tidewheel.models.linear import GroupFormat
 from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
+from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import (
     ROUNDED,
     RandomWeights,
@@ -46,8 +47,9 @@ class ModelPlan(NamedTuple):
     cache_dtype: torch.dtype
     architecture: str
     max_model_len: int
-    native: NativeModel | None  # on no device
+    native: NativeModel | None  # on no device, of one rank
     through_transformers: tuple[Any, Any] = (None, None)  # class of the model, and its configuration
+    shard: Shard = Shard()
 
     def open_source(self) -> WeightSource:
         """Return the checked checkpoint, or random weights. Raise `ConfigError`."""
@@ -72,7 +74,8 @@ class ModelPlan(NamedTuple):
         else:
             empty = self.decoder(source, torch.device("meta"))
             can_round, num_bytes = not (empty.to_fill or self.config.deterministic), empty.weights_bytes
-        check_weights_fit(num_bytes, self.dtype, self.device, can_round=can_round)
+        of_device = num_bytes * (self.shard.num_ranks if self.device.type == "cpu" else 1)  # ranks share the host
+        check_weights_fit(of_device, self.dtype, self.device, can_round=can_round)
         return num_bytes
 
     def decoder(self, source: WeightSource, device: torch.device) -> NativeModel:
@@ -81,7 +84,7 @@ class ModelPlan(NamedTuple):
         decoder = type(self.native)(
             self.native.config, max_model_len=self.max_model_len if device.type != "meta" else 1, dtype=self.dtype,
             device=device, deterministic=self.config.deterministic,
-            format_of=format_choice(self.config.quantization, source),
+            format_of=format_choice(self.config.quantization, source), shard=self.shard,
         )  # fmt: skip
         if decoder.to_fill:
             cause = f"the weights of {self.folder} are quantised already"
@@ -104,8 +107,11 @@ def open_checkpoint(folder: Path, fields: ConfigFields, expected: Collection[str
     return source if layout is None else QuantizedFolder(source, layout, expected)
 
 
-def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device: torch.device) -> ModelPlan:
-    """Return the plan of a model. Raise `ConfigError`."""
+def plan_model(
+    folder: Path, fields: ConfigFields, config: EngineConfig, device: torch.device, shard: Shard | None = None
+) -> ModelPlan:
+    """Return the plan of a model, or of one rank's part. Raise `ConfigError`."""
+    shard = shard or Shard()
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
@@ -115,16 +121,21 @@ def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device:
         kind: type[NativeModel] = Decoder if traits is not None else Whisper
         shape = parse_whisper(fields) if traits is None else parse_config(fields, traits)
         if traits is None:
-            offered = {"deterministic": (False,), "kv_cache_dtype": ("auto", "int8")}
-            refuse_others(config, offered, f"{WHISPER} has no batch-invariant products, and no scales for fp8")
+            offered = {"deterministic": (False,), "kv_cache_dtype": ("auto", "int8"), "tensor_parallel_size": (1,)}
+            cause = f"{WHISPER} has no batch-invariant products, no scales for fp8, and layers that are not split"
+            refuse_others(config, offered, cause)
+        if isinstance(shape, ModelConfig):
+            check_num_ranks(shape, shard.num_ranks)
         max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
         format_of = format_choice(config.quantization)
-        native = kind(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
-        for layer in native.to_fill:
+        make = partial(kind, shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
+        native = make()
+        held = native if shard.num_ranks == 1 else make(shard=shard)
+        for layer in held.to_fill:
             layer.check_size(layer.format, "quantization")
         if config.pressure_quantization != "none":
-            native.plan_copies(ROUNDED[config.pressure_quantization])
-        return plan(max_model_len, native)
+            held.plan_copies(ROUNDED[config.pressure_quantization])
+        return plan(max_model_len, native, shard=shard)
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import transformers_config
 
@@ -165,6 +176,7 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
         done += num_bytes
         progress(STAGE, done / total)
 
+    source.take_parts(decoder.parts)
     source.copy(decoder.destinations, read)
     for layer in decoder.to_fill:
         layer.fill([source.matrix(name, plan.device) for name in layer.parts])
@@ -174,7 +186,10 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
 
 
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:
-    offered = {"quantization": ("auto", "none"), "pressure_quantization": ("none",), "deterministic": (False,)}
+    offered: dict[str, Sequence[object]] = {
+        "quantization": ("auto", "none"), "pressure_quantization": ("none",), "deterministic": (False,),
+        "tensor_parallel_size": (1,),
+    }  # fmt: skip
     cause = f"{architecture} runs through transformers, whose weights and products stay as they are"
     refuse_others(config, offered, cause)
 

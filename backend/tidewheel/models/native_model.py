@@ -7,6 +7,7 @@ import torch
 from tidewheel.batch import WeightVariant
 from tidewheel.models.causal_lm import CausalLM
 from tidewheel.models.linear import FormatChoice, GroupFormat, Linear, Weights
+from tidewheel.models.shard import Shard
 
 
 class NativeModel(CausalLM):
@@ -18,13 +19,14 @@ class NativeModel(CausalLM):
 
     def __init__(
         self, config: Any, *, max_model_len: int, dtype: torch.dtype, device: torch.device,
-        deterministic: bool = False, format_of: FormatChoice = lambda _names: None,
+        deterministic: bool = False, format_of: FormatChoice = lambda _names: None, shard: Shard | None = None,
     ) -> None:  # fmt: skip
-        weights = Weights(dtype, device, format_of, is_invariant=deterministic)
+        weights = Weights(dtype, device, format_of, is_invariant=deterministic, shard=shard)
         self.config, self.max_model_len = config, max_model_len
         self.build(weights)
         self.destinations = weights.by_name
         self.shapes = weights.shapes()
+        self.parts = weights.parts
         self.to_fill = [layer for layer in weights.linears if layer.format is not None]
         self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
         self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)
@@ -67,5 +69,5 @@ class NativeModel(CausalLM):
         """Return the output matrix, `table` itself if it is tied and quantised."""
         if is_tied:
             self._unused = f"{name}.weight"
-            return weights.layer(table.weight, None, None, {}) if table.format is None else table
-        return weights.linear("", self.shape.hidden_size, {name: self.shape.vocab_size})
+            return weights.layer(table.weight, None, None, {}, "vocabulary") if table.format is None else table
+        return weights.linear("", self.shape.hidden_size, {name: self.shape.vocab_size}, split="vocabulary")

@@ -19,6 +19,7 @@ from tidewheel.model_formats import FLOAT_MODEL, MAX_CONFIG_BYTES, QUANTIZATION_
 from tidewheel.models import quantized_layers as layers
 from tidewheel.models.config_fields import MAX_SHOWN_CHARS, ConfigFields
 from tidewheel.models.quantized_layers import GROUP_SIZES, ROUNDED, Layout, MatrixSize, TensorForm, Tensors
+from tidewheel.models.shard import TensorPart
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource, as_config_error
 from tidewheel.models.weight_stream import BytesRead, StoredTensor
 from tidewheel.regular_files import read_object
@@ -172,6 +173,15 @@ class QuantizedFolder(WeightSource):
             if bias in self.tensors and bias not in expected and not folder.plain(bias, CPU).float().any():
                 del self.tensors[bias]
 
+    def take_parts(self, parts: Mapping[str, TensorPart]) -> None:
+        for name in parts.keys() & self._layers:
+            file, method = self.tensors[name].file, type(self._layout).__name__.removesuffix("Layout")
+            raise ConfigError(
+                f"{file}: {name} is stored as {method} codes, which are not split between ranks: set "
+                f"tensor_parallel_size to 1, or {FLOAT_MODEL}"
+            )
+        super().take_parts(parts)
+
     def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
         super().copy({name: tensor for name, tensor in destinations.items() if name not in self._layers}, read)
         for name in destinations.keys() & self._layers:
@@ -224,7 +234,7 @@ class QuantizedFolder(WeightSource):
         if not found and form.is_required:
             raise ValueError(f"{part} is missing beside it")
         for name in found:
-            _, shape, kind, _ = self.tensors[name]
+            _, shape, kind, *_ = self.tensors[name]
             if shape not in form.shapes or kind not in form.dtypes:
                 shapes, dtypes = (" or ".join(map(str, each)) for each in (map(list, form.shapes), form.dtypes))
                 raise ValueError(f"{part} is {list(shape)} {kind}, it must be {shapes} in {dtypes}")

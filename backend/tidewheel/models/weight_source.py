@@ -16,6 +16,7 @@ from tidewheel.model_formats import MAX_CONFIG_BYTES
 from tidewheel.models.linear import FormatChoice, GroupFormat, MatrixFormat
 from tidewheel.models.model_folder import gguf_by_name
 from tidewheel.models.safetensors_file import read_tensors
+from tidewheel.models.shard import TensorPart
 from tidewheel.models.weight_stream import BytesRead, StoredTensor, copy_tensors
 from tidewheel.regular_files import read_object
 from tidewheel_kernels.grouped_linear import GroupedWeights
@@ -36,6 +37,10 @@ def uncounted(_num_bytes: int) -> None:
 class WeightSource:
     tensors: Mapping[str, StoredTensor]
 
+    def take_parts(self, parts: Mapping[str, TensorPart]) -> None:
+        """Load parts of some tensors from now on. Raise `ConfigError` where that is not offered."""
+        self.tensors = {name: stored._replace(part=parts.get(name)) for name, stored in self.tensors.items()}
+
     def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:
         """Copy each tensor to its contiguous destination, converted to its dtype. Raise `ConfigError`."""
         copy_tensors(self.tensors, destinations, read)
@@ -43,7 +48,7 @@ class WeightSource:
     def plain(self, name: str, device: torch.device) -> torch.Tensor:
         stored = self.tensors[name]
         assert isinstance(stored.kind, torch.dtype)
-        tensor = torch.empty(stored.shape, dtype=stored.kind, device=device)
+        tensor = torch.empty(stored.part_shape, dtype=stored.kind, device=device)
         self.copy({name: tensor}, uncounted)
         return tensor
 
@@ -64,7 +69,7 @@ class SafetensorsFolder(WeightSource):
 
 
 class RandomWeights(WeightSource):
-    """Random weights, equal for equal names, shapes, seed and device model."""
+    """Random weights, equal for equal names, parts, shapes, seed and device model."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> None:
         self.tensors = {name: StoredTensor(Path(), shape, dtype) for name, shape in shapes.items()}
@@ -76,7 +81,8 @@ class RandomWeights(WeightSource):
             if name.endswith("norm.weight"):
                 tensor.fill_(1.0)
             else:
-                seed = self._seed ^ zlib.crc32(name.encode())
+                part = self.tensors[name].part
+                seed = self._seed ^ zlib.crc32((name if part is None else f"{name} {tuple(part)}").encode())
                 tensor.normal_(0.0, RANDOM_STD, generator=generator.manual_seed(seed))
             read(tensor.nbytes)
 
@@ -117,7 +123,7 @@ def check_names(
     if missing := shapes.keys() - source.tensors.keys():
         raise ConfigError(f"{where}: the checkpoint lacks {named(missing)}; its files and config.json do not match")
     for name, wanted in shapes.items():
-        file, shape, kind, _ = source.tensors[name]
+        file, shape, kind, *_ = source.tensors[name]
         if shape != wanted:
             raise ConfigError(f"{file}: {name} has shape {list(shape)}, config.json asks for {list(wanted)}")
         # Floats of 8 bits have scales.

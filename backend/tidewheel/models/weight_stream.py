@@ -19,6 +19,7 @@ import torch
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.linear import GroupFormat
+from tidewheel.models.shard import TensorPart
 
 MAX_READERS = 8  # outrun a PCIe 5.0 x16 link
 SLOT_BYTES = 8 << 20
@@ -33,10 +34,19 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     kind: torch.dtype | GroupFormat
     begin: int = 0  # byte of the file
+    part: TensorPart | None = None  # that is loaded; None: all of it
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        shape = list(self.shape)
+        if self.part is not None:
+            shape[self.part.axis] = self.part.end - self.part.begin
+        return tuple(shape)
 
     @property
     def num_bytes(self) -> int:
-        size = math.prod(self.shape)
+        """Return the bytes that are read: all inputs of an output, whatever the part."""
+        size = math.prod(self.part_shape[:1] + self.shape[1:])
         return self.kind.num_bytes(size) if isinstance(self.kind, GroupFormat) else size * self.kind.itemsize
 
 
@@ -44,11 +54,22 @@ class FileChunk(NamedTuple):
     file: Path
     begin: int  # byte of the file
     dtype: torch.dtype  # in the file
-    destination: torch.Tensor  # flat view [n]
+    destination: torch.Tensor  # flat view [n], or [num_rows, end - begin] of some columns
+    columns: tuple[int, int, int] | None = None  # begin, end, and the width of a row in the file; None: all
 
     @property
     def size(self) -> int:
-        return self.destination.numel() * self.dtype.itemsize
+        """Return the bytes that are read."""
+        count = self.destination.numel() if self.columns is None else len(self.destination) * self.columns[2]
+        return count * self.dtype.itemsize
+
+    def selected(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the numbers for `destination` in bytes [size] of the file."""
+        values = memory.view(self.dtype)
+        if self.columns is None:
+            return values
+        begin, end, width = self.columns
+        return values.view(-1, width)[:, begin:end]
 
 
 LoadChunk = Callable[[FileChunk, ReadInto], None]
@@ -60,23 +81,30 @@ def plan_chunks(
     """Return chunks of the destinations' tensors, in the order of the files."""
     chunks: list[FileChunk] = []
     for name in sorted(destinations, key=lambda name: (tensors[name].file, tensors[name].begin)):
-        file, _, dtype, begin = tensors[name]
+        file, shape, dtype, begin, part = tensors[name]
         assert isinstance(dtype, torch.dtype)
-        for piece in torch.split(destinations[name].view(-1), max_bytes // dtype.itemsize):
+        row_bytes, columns = math.prod(shape[1:]) * dtype.itemsize, None
+        pieces = torch.split(destinations[name].view(-1), max_bytes // dtype.itemsize)
+        if part is not None and part.axis == 1:
+            columns = part.begin, part.end, shape[1]
+            pieces = torch.split(destinations[name], max(max_bytes // row_bytes, 1))
+        elif part is not None:
+            begin += part.begin * row_bytes
+        for piece in pieces:
             if piece.numel():
-                chunks.append(FileChunk(file, begin, dtype, piece))
+                chunks.append(FileChunk(file, begin, dtype, piece, columns))
                 begin += chunks[-1].size
     return chunks
 
 
 def load_to_host(chunk: FileChunk, read: ReadInto) -> None:
-    """Read a chunk in place, or through a buffer to convert the dtype."""
-    if chunk.dtype == chunk.destination.dtype:
+    """Read a chunk in place, or through a buffer to convert the dtype or select columns."""
+    if chunk.dtype == chunk.destination.dtype and chunk.columns is None:
         read(chunk.destination.view(torch.uint8))
         return
     memory = torch.empty(chunk.size, dtype=torch.uint8)
     read(memory)
-    chunk.destination.copy_(memory.view(chunk.dtype))
+    chunk.destination.copy_(chunk.selected(memory))
 
 
 class CudaCopyStream:
@@ -93,7 +121,7 @@ class CudaCopyStream:
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
-            if source.dtype != destination.dtype:
+            if source.dtype != destination.dtype or not source.is_contiguous():
                 source = source.to(self._device, non_blocking=True)
             destination.copy_(source, non_blocking=True)
 
@@ -126,7 +154,7 @@ class PinnedRing:
                 memory, copied = slot
                 copied.synchronize()
             read(memory[: chunk.size])
-            self._stream.copy(memory[: chunk.size].view(chunk.dtype), chunk.destination)
+            self._stream.copy(chunk.selected(memory[: chunk.size]), chunk.destination)
             slot = memory, self._stream.mark()
         finally:
             self._slots.put(slot)

@@ -17,6 +17,7 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import STAGE, load_model, plan_model
 from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.native_model import NativeModel
+from tidewheel.models.shard import Shard
 from tidewheel.models.whisper import Whisper
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
 from tidewheel.runner.encoder_cache import EncoderCache
@@ -71,17 +72,18 @@ class RunnerParts(NamedTuple):
     compile_log: CompileLog | None
     claim: MemoryClaim | None = None  # None on a GPU
     encoder: EncoderCache | None = None
+    shard: Shard = Shard()
 
 
-def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
-    stages = StageClock(progress)
+def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = None) -> RunnerParts:
+    stages, shard = StageClock(progress), shard or Shard()
     device = resolve_device(config)
     check_deterministic(config.deterministic, device)
     compile_log = prepare_kernels(device, progress)
     folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)
     stages(STAGE, 0.0)
-    plan, claim = plan_model(folder, fields, config, device), None
+    plan, claim = plan_model(folder, fields, config, device, shard), None
     source = plan.open_source()
     num_bytes = plan.check_fits(source)
     if device.type == "cpu":
@@ -106,7 +108,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         model=str(folder),
         architecture=plan.architecture,
         is_native=plan.native is not None,
-        device=device_name(device),
+        device=device_name(device) + (f", {shard.num_ranks} ranks" if shard.num_ranks > 1 else ""),
         dtype=str(plan.dtype).removeprefix("torch."),
         kv_cache_dtype=str(plan.cache_dtype).removeprefix("torch.") if plan.cache_dtype != plan.dtype else "",
         vocab_size=layout.shape.vocab_size,
@@ -119,7 +121,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
         max_audio_samples=num_samples,
     )
-    return RunnerParts(model, layout, info, device, stages, compile_log, claim, encoder)
+    return RunnerParts(model, layout, info, device, stages, compile_log, claim, encoder, shard)
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[BlockTransfers, RunnerInfo]:
@@ -134,6 +136,10 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
     budget = cache_budget(config, layout, parts.info.max_model_len, needs, device, parts.claim)
     is_automatic = config.max_model_len == "auto"
     size = decide_size(config.num_blocks, budget, layout, parts.info.max_model_len, may_shorten=is_automatic)
+    if parts.shard.num_ranks > 1:
+        counts = size.num_blocks, size.max_model_len, num_host_blocks
+        num_blocks, max_model_len, num_host_blocks = parts.shard.least(counts, device)
+        size = size._replace(num_blocks=num_blocks, max_model_len=max_model_len)
     kv = _allocate(layout, size.num_blocks, device, budget)
     try:
         cache = BlockTransfers(kv, HostBlocks(kv, num_host_blocks) if num_host_blocks else None)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.native_model import NativeModel
+from tidewheel.models.shard import Shard
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
 from tidewheel.runner.encoder_cache import EncoderCache
@@ -70,8 +72,10 @@ class ModelRunner:
         device: torch.device,
         accelerator: CudaAccelerator | None = None,
         encoder: EncoderCache | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self.info = info
+        self._shard = shard or Shard()
         self.kv = cache.kv
         self._transfers = cache
         self._accelerator = accelerator
@@ -91,16 +95,16 @@ class ModelRunner:
         self._threads: StepThreads | None = None  # if there are several
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
-        """Load the model, size the cache, capture graphs. Raise `ConfigError`."""
-        parts = load_parts(config, progress or no_progress)
+    def load(cls, config: EngineConfig, progress: Progress | None = None, shard: Shard | None = None) -> Self:
+        """Load the model, or a rank's part, size the cache, capture graphs. Raise `ConfigError`."""
+        parts = load_parts(config, progress or no_progress, shard)
         accelerator, sizes, report = accelerator_of(parts.device), graph_sizes(config, parts), parts.stages
         report("profile", 0.0)
         if accelerator is not None and sizes.decodes and not parts.model.is_capturable:
             sizes = cls._tried(parts, accelerator, sizes)
         cache, info = allocate_cache(parts, config, cls._measured(parts, accelerator, sizes))
         report("profile", 1.0)
-        runner = cls(parts.model, cache, info, parts.device, accelerator, parts.encoder)
+        runner = cls(parts.model, cache, info, parts.device, accelerator, parts.encoder, parts.shard)
         if accelerator is not None:
             warm_up(info, runner.run_with_each, report)
         graph_bytes = runner.capture(sizes, report).total
@@ -153,7 +157,7 @@ class ModelRunner:
 
         def run(size: StepSize) -> ModelRunner:
             cache = BlockTransfers(KVTensors(layout, size.num_blocks(layout.block_size), device))
-            runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder)
+            runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder, parts.shard)
             runner.run(demanding_batch(size, layout.block_size))
             return runner
 
@@ -210,8 +214,7 @@ class ModelRunner:
         try:
             self._use(batch.weights)
             with torch.inference_mode():
-                self._transfers.start(batch)
-                self._sampling.update(batch)
+                self.prepare(batch)
                 if self._steps.encoder is not None:
                     self._steps.encoder.update(batch)
                 pending = self._launch(batch)
@@ -221,6 +224,11 @@ class ModelRunner:
         finally:
             if self._threads is not None:
                 self._threads.own.end_step()
+
+    def prepare(self, batch: ScheduledBatch) -> None:
+        """Start block copies and take in new requests. Raise `RowError` for one whose parameters do not fit."""
+        self._transfers.start(batch)
+        self._sampling.update(batch)
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
         changes = self._rows.update(batch)
@@ -305,10 +313,12 @@ class ModelRunner:
         sampling = plan.groups(graph.num_rows if plan.is_plain else count)
         sent = self._send(batch, self._rows.padded(host, graph.num_rows), sampling, changes)
         graph.forward.graph.replay()
-        if plan.is_plain:
+        if plan.is_plain and not self._shard.rank:
             sampler = graph.drawn if plan.any_sampled else graph.greedy
             sampler.graph.replay()
-            return SamplerOutput(sampler.output[:count])
+            token_ids = sampler.output[:count]
+            self._shard.collectives.broadcast(token_ids)
+            return SamplerOutput(token_ids)
         return self._sampled(graph.forward.output[:count], plan, sent, graph.inputs.store_indices[:count])
 
     def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> DeviceArrays:
@@ -321,7 +331,11 @@ class ModelRunner:
     ) -> SamplerOutput:
         if not len(store_indices):
             return SamplerOutput()
-        sampled = sample_tokens(logits, plan, sent, partial(self._rows.history, store_indices))
+        if self._shard.rank:  # rank 0 alone knows the requests' parameters
+            sampled = SamplerOutput(torch.empty_like(store_indices))
+        else:
+            sampled = sample_tokens(logits, plan, sent, partial(self._rows.history, store_indices))
         assert sampled.token_ids is not None
+        self._shard.collectives.broadcast(sampled.token_ids)
         self._rows.store(store_indices, sampled.token_ids)
         return sampled

@@ -1,0 +1,64 @@
+"""Parts of a model that the ranks of a group hold, and the operations by which they exchange results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Collectives(Protocol):
+    """Operations that all ranks of a group call in the same order."""
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Replace `x` by its sum over all ranks."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, [num_ranks, *x.shape]."""
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Replace `x` by that of rank 0."""
+
+
+class SoleRank:
+    """Collectives of a group of one rank."""
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        pass
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(0)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        pass
+
+
+class TensorPart(NamedTuple):
+    """Half-open range of a checkpoint tensor's outputs (axis 0) or inputs (axis 1)."""
+
+    axis: int
+    begin: int
+    end: int
+
+
+class Shard(NamedTuple):
+    """One rank's share of a model; by default all of it."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    collectives: Collectives = SoleRank()
+
+    def count(self, total: int) -> int:
+        """Return this rank's number of heads or features; several ranks hold the same one if there are too few."""
+        return max(total // self.num_ranks, 1)
+
+    def part(self, axis: int, total: int, num_pieces: int) -> TensorPart:
+        """Return this rank's part of `total` outputs or inputs, of which there are `num_pieces` different parts."""
+        size, index = total // num_pieces, self.rank * num_pieces // self.num_ranks
+        return TensorPart(axis, index * size, (index + 1) * size)
+
+    def least(self, counts: Sequence[int], device: torch.device) -> list[int]:
+        """Return the least of all ranks for each count."""
+        least: list[int] = self.collectives.all_gather(torch.tensor(counts, device=device)).amin(0).tolist()
+        return least

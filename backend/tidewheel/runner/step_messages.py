@@ -1,0 +1,113 @@
+"""Scheduled batches as bytes, with what a rank that samples no tokens needs of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch, TransferArrays, WeightVariant, no_ids
+from tidewheel.request import Pooling, Request
+from tidewheel.sampling import SamplingParams
+
+_FLAGS = np.dtype(np.bool_)
+_COLUMNS = (
+    "rows",
+    "start_positions",
+    "num_scheduled_tokens",
+    "freed_rows",
+    "block_rows",
+    "block_indices",
+    "block_ids",
+)
+
+
+class RowMessage(msgspec.Struct, array_like=True):
+    row: int
+    token_ids: bytes  # int32
+    num_prompt_tokens: int
+    pooling: Pooling
+    prompt_logprobs: int | None
+
+
+class StepMessage(msgspec.Struct, array_like=True):
+    step_id: int
+    columns: list[bytes]  # int32, by `_COLUMNS`
+    samples: bytes
+    num_decodes: int
+    num_tokens: int
+    new_rows: list[RowMessage]
+    transfers: list[bytes]  # int32; empty: none
+    weights: WeightVariant
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StepMessage)
+
+
+def encode_step(batch: ScheduledBatch) -> bytes:
+    transfers = () if batch.transfers is NO_TRANSFERS else batch.transfers
+    return _encoder.encode(
+        StepMessage(
+            batch.step_id,
+            [_bytes(getattr(batch, name)) for name in _COLUMNS],
+            batch.samples.tobytes(),
+            batch.num_decodes,
+            batch.num_tokens,
+            [_row_message(new) for new in batch.new_rows],
+            [_bytes(ids) for ids in transfers],
+            batch.weights,
+        )
+    )
+
+
+def _row_message(new: NewRow) -> RowMessage:
+    request = new.request
+    return RowMessage(
+        new.row, _bytes(new.token_ids), request.num_prompt_tokens, request.pooling, new.sampling.prompt_logprobs
+    )
+
+
+def decode_step(payload: bytes) -> ScheduledBatch:
+    """Return the batch, whose requests have no text, and no parameters of sampling."""
+    message = _decoder.decode(payload)
+    columns: dict[str, Any] = {name: _ids(data) for name, data in zip(_COLUMNS, message.columns, strict=True)}
+    return ScheduledBatch(
+        step_id=message.step_id,
+        samples=np.frombuffer(message.samples, _FLAGS),
+        num_decodes=message.num_decodes,
+        num_tokens=message.num_tokens,
+        new_rows=tuple(map(_new_row, message.new_rows)),
+        transfers=TransferArrays(*map(_ids, message.transfers)) if message.transfers else NO_TRANSFERS,
+        weights=message.weights,
+        **columns,
+    )
+
+
+def _new_row(message: RowMessage) -> NewRow:
+    token_ids = _ids(message.token_ids)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=message.prompt_logprobs)
+    request = Request(
+        "", token_ids[: message.num_prompt_tokens], sampling, max_tokens=1, arrival_time=0.0, pooling=message.pooling
+    )
+    return NewRow(message.row, request, token_ids, sampling)
+
+
+def _bytes(ids: npt.NDArray[np.integer[Any]]) -> bytes:
+    return ids.astype(np.int32, copy=False).tobytes()
+
+
+def _ids(data: bytes) -> Int32Array:
+    return np.frombuffer(data, np.int32)
+
+
+def without_rows(batch: ScheduledBatch) -> ScheduledBatch:
+    """Return the batch's block copies alone, for a step that is repeated without a row, and without them."""
+    return dataclasses.replace(
+        batch, rows=no_ids(), start_positions=no_ids(), num_scheduled_tokens=no_ids(), samples=np.empty(0, np.bool_),
+        num_decodes=0, num_tokens=0, new_rows=(), freed_rows=no_ids(), block_rows=no_ids(), block_indices=no_ids(),
+        block_ids=no_ids(),
+    )  # fmt: skip

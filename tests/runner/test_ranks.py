@@ -1,0 +1,175 @@
+"""Ranks as threads give the tokens of one rank, in float32, whatever the load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from support.long_runs import examples
+from support.models import tiny_models
+from support.models.tiny_models import MARGIN
+from support.runner.decode_workloads import KINDS, LOOPS, workload
+from support.runner.step_loop import StepLoop, request
+from support.runner.thread_ranks import ThreadRanks
+from tidewheel.batch import RowError, StepOutputs
+from tidewheel.config import EngineConfig
+from tidewheel.request import Request
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.sampling import SamplingParams
+
+WITH_MARGIN = SamplingParams(temperature=0.0, logprobs=2)
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny_models.llama,
+    "llama-tied": partial(tiny_models.llama, tie_word_embeddings=True),
+    "llama-biases": partial(tiny_models.llama, attention_bias=True, mlp_bias=True),
+    "mistral-window": tiny_models.mistral,
+    "qwen2": tiny_models.qwen2,
+    "qwen2-window": partial(tiny_models.qwen2, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3-tied": partial(tiny_models.qwen3, tie_word_embeddings=True),
+}
+
+
+class Case(NamedTuple):
+    one: ModelRunner
+    ranks: ThreadRanks
+
+
+def settings(folder: Path, **changes: object) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder), dtype="float32", device="cpu", max_num_seqs=16, num_blocks=64, block_size=16,
+        num_threads=1, swap_space=0.01, **changes,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[(name, 4 if i % 2 else 2) for i, name in enumerate(MODELS)], ids=str)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    name, num_ranks = request.param
+    folder = tmp_path_factory.mktemp(name)
+    torch.set_num_threads(1)
+    tiny_models.save(MODELS[name], folder)
+    with ThreadRanks(settings(folder), num_ranks) as ranks:
+        yield Case(ModelRunner.load(settings(folder)), ranks)
+
+
+class MarginLoop(StepLoop):
+    """A loop that keeps by how much the best logit of each token exceeds the next."""
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        self.margins: dict[str, list[float]] = {item.request_id: [] for item in requests}
+        apply = self.scheduler.apply
+
+        def noted(*arguments: Any) -> StepOutputs:
+            outputs = apply(*arguments)
+            for index, entry in (outputs.logprobs or {}).items():
+                first, second = entry.top_logprobs[:2]
+                self.margins[outputs.requests[index].request_id].append(first - second)
+            return outputs
+
+        self.scheduler.apply = noted
+        return super().run(requests)
+
+
+def random_load(seed: int) -> tuple[list[Request], dict[str, object]]:
+    """Return random requests, some with one prompt, and settings of a loop that cuts, preempts, swaps and hits."""
+    random = np.random.default_rng(seed)
+    shared = tiny_models.prompts(1, 33, 33, seed=seed)[0]
+    requests: list[Request] = []
+    for number, prompt in enumerate(tiny_models.prompts(int(random.integers(2, 9)), 1, 50, seed=seed + 1)):
+        whole = np.concatenate((shared, prompt)) if random.random() < 0.5 else prompt
+        leader = request(f"r{number}", whole, int(random.integers(1, 16)), WITH_MARGIN)
+        others = range(int(random.integers(0, 3)))
+        requests += [leader, *(request(f"r{number}.{i}", whole, 8, WITH_MARGIN, leader=leader) for i in others)]
+    swaps = bool(random.random() < 0.5)
+    return requests, {
+        "num_blocks": int(random.integers(10, 24)),
+        "token_budget": int(random.integers(20, 200)),
+        "num_host_blocks": 16 if swaps else 0,
+        "preemption_mode": "swap" if swaps else "recompute",
+    }
+
+
+def clear_up_to(margins: Sequence[float]) -> int:
+    """Return the first token at which rounding may decide."""
+    return next((index for index, margin in enumerate(margins) if margin < MARGIN), len(margins))
+
+
+def test_random_loads_have_the_tokens_of_one_rank(case: Case) -> None:
+    totals = Counter[str]()
+    for seed in range(examples(6, 40)):
+        case.ranks.poison()
+        requests, changes = random_load(seed)
+        loop = MarginLoop(case.one, **changes)
+        expected = loop.run(requests)
+        ranked = StepLoop(case.ranks.leader, **changes)
+        found = ranked.run(random_load(seed)[0])
+        for item, one, many in zip(requests, expected, found, strict=True):
+            count = clear_up_to(loop.margins[item.request_id])
+            assert many[:count] == one[:count], (seed, item)
+            totals["tokens"] += len(one)
+            totals["differing"] += many != one
+        stats = ranked.scheduler.stats()
+        totals["preempted"] += stats.num_preemptions
+        totals["swapped"] += stats.num_swapped_in
+        totals["hits"] += stats.num_prefix_hits
+    print(dict(totals))
+    assert min(totals["preempted"], totals["swapped"], totals["hits"]) > 0
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_all_ways_of_sampling(case: Case, kinds: Sequence[SamplingParams], loop: type[StepLoop]) -> None:
+    """Only the leader knows parameters and draws, and the followers compute on with its tokens."""
+    case.ranks.poison()
+    expected = loop(case.one, num_blocks=32, token_budget=60).run(workload(kinds))
+    assert loop(case.ranks.leader, num_blocks=32, token_budget=60).run(workload(kinds)) == expected
+
+
+def test_prompts_are_scored_and_pooled(case: Case) -> None:
+    def answers(runner: ModelRunner) -> list[Request]:
+        prompts = tiny_models.prompts(4, 20, 60, seed=3)
+        scored = SamplingParams(temperature=0.0, prompt_logprobs=2)
+        requests = [
+            request(f"r{i}", prompt, 4, scored if i % 2 else WITH_MARGIN, pooling="" if i % 2 else "mean")
+            for i, prompt in enumerate(prompts)
+        ]
+        StepLoop(runner, token_budget=50).run(requests)
+        return requests
+
+    for one, many in zip(answers(case.one), answers(case.ranks.leader), strict=True):
+        assert [entry.rank for entry in one.prompt_logprobs] == [entry.rank for entry in many.prompt_logprobs]
+        assert np.allclose(*([entry.logprob for entry in each.prompt_logprobs] for each in (one, many)), atol=1e-4)
+        assert one.pooled is None or np.allclose(one.pooled, many.pooled, atol=1e-3)
+
+
+def test_a_request_that_cannot_be_launched_leaves_the_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core repeats the step without the row; followers have run its block copies, and no step of it."""
+    prompts = tiny_models.prompts(2, 20, 30, seed=5)
+    batch_of = StepLoop(case.ranks.leader)
+    requests = [request(f"r{i}", prompt, 4) for i, prompt in enumerate(prompts)]
+    for item in requests:
+        batch_of.scheduler.add_group([item], 0.0)
+    batch = batch_of.scheduler.schedule(0.0)
+    assert batch is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(case.ranks.leader._sampling, "_fill", lambda new: 1 / 0)
+        with pytest.raises(RowError):
+            case.ranks.leader.launch(batch)
+    batch_of.scheduler.apply(batch, case.ranks.leader.run(batch), 0.0)
+    batch_of.run([])
+    assert [item.output_token_ids for item in requests] == StepLoop(case.one).run(
+        [request(f"r{i}", prompt, 4) for i, prompt in enumerate(prompts)]
+    )
+
+
+def test_ranks_hold_parts_and_the_least_number_of_blocks(case: Case) -> None:
+    infos = [runner.info for runner in case.ranks.runners]
+    assert len({info.num_blocks for info in infos}) == 1
+    assert all(info.weights_bytes < 0.75 * case.one.info.weights_bytes for info in infos)

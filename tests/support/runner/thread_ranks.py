@@ -1,0 +1,124 @@
+"""Ranks of one model as threads of this process, with collectives in memory that record the order of calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import torch
+
+from support.runner.step_loop import poison
+from tidewheel.config import EngineConfig
+from tidewheel.models.shard import Shard
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.rank_group import LeaderRunner, follow
+
+WAIT_S = 60.0
+Call = tuple[str, tuple[int, ...], torch.dtype]
+
+
+class MemoryExchange:
+    """Meeting point of ranks: each brings a tensor and sees those of all."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=WAIT_S)
+        self._tensors: list[torch.Tensor | None] = [None] * num_ranks
+
+    def all(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self._tensors[rank] = x.clone()
+        self._barrier.wait()
+        tensors = [tensor for tensor in self._tensors if tensor is not None]
+        self._barrier.wait()  # before any rank brings its next tensor
+        return tensors
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadCollectives:
+    def __init__(self, exchange: MemoryExchange, rank: int) -> None:
+        self._exchange, self._rank = exchange, rank
+        self.calls: list[Call] = []
+
+    def _all(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+        self.calls.append((name, tuple(x.shape), x.dtype))
+        return self._exchange.all(self._rank, x)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        first, *others = self._all("all_reduce", x)
+        total = first.clone()
+        for other in others:
+            total += other
+        x.copy_(total)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._all("all_gather", x))
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        x.copy_(self._all("broadcast", x)[0])
+
+
+class ThreadRanks:
+    """A leader for this thread, and followers with threads of their own; use as a context manager."""
+
+    def __init__(self, config: EngineConfig, num_ranks: int) -> None:
+        config = dataclasses.replace(config, tensor_parallel_size=num_ranks)
+        self.exchange = MemoryExchange(num_ranks)
+        self.collectives = [ThreadCollectives(self.exchange, rank) for rank in range(num_ranks)]
+        self.failures: list[BaseException] = []
+        self.num_sent_bytes = 0
+        with ThreadPoolExecutor(num_ranks) as pool:
+            self.runners = list(pool.map(lambda rank: self._load(config, rank, num_ranks), range(num_ranks)))
+        leader = self.runners[0]
+        assert isinstance(leader, LeaderRunner)
+        self.leader = leader
+        self._queues: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in self.runners[1:]]
+        leader.send, leader.failure = self._send, lambda _limit_s: "".join(map(repr, self.failures))
+        self._threads = [
+            threading.Thread(target=self._follow, args=pair, daemon=True)
+            for pair in zip(self.runners[1:], self._queues, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _load(self, config: EngineConfig, rank: int, num_ranks: int) -> ModelRunner:
+        kind = ModelRunner if rank else LeaderRunner
+        try:
+            return kind.load(config, shard=Shard(rank, num_ranks, self.collectives[rank]))
+        except BaseException:
+            self.exchange.abort()
+            raise
+
+    def _send(self, message: bytes) -> None:
+        self.num_sent_bytes += len(message)
+        for queue in self._queues:
+            queue.put(message)
+
+    def _follow(self, runner: ModelRunner, queue: SimpleQueue[bytes | None]) -> None:
+        try:
+            follow(runner, queue.get)
+        except BaseException as error:
+            self.failures.append(error)
+            self.exchange.abort()
+
+    def poison(self) -> None:
+        for runner in self.runners:
+            poison(runner)
+
+    @property
+    def calls(self) -> Sequence[Sequence[Call]]:
+        return [collectives.calls for collectives in self.collectives]
+
+    def __enter__(self) -> ThreadRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        assert not self.failures
+        assert all(calls == self.calls[0] for calls in self.calls), "ranks call collectives in different orders"

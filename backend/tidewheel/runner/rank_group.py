@@ -1,6 +1,6 @@
-"""Leader and followers of a model that several devices share.
+"""Processes of a model that several devices share, its ranks.
 
-The leader schedules, samples, and sends each step to the followers, processes of its own that run the same
+The engine's process is rank 0: it schedules, samples, and sends each step to the other ranks, which run the same
 `ModelRunner` on their parts of the weights. No process outlives the group.
 """
 
@@ -31,20 +31,20 @@ from tidewheel.runner.sampler import PendingStep
 from tidewheel.runner.step_messages import decode_step, encode_step, without_rows
 from tidewheel_process.child import Child
 
-JOINS = b"\n"  # first byte from a follower, when it is about to join the group
+JOINS = b"\n"  # first byte from a rank, when it is about to join the group
 HANG_S = 1.5  # longest wait for another rank inside a step
 END_S = 0.3  # from a failed operation to the end of the rank that caused it
 _LENGTH = struct.Struct("<I")
 
 
-class Follower:
+class RankProcess:
     """Process of a rank, and the reason of its end."""
 
     def __init__(self, rank: int, config: EngineConfig, rendezvous: Path) -> None:
         self.rank, self.failure = rank, ""
         self._connection, other = socket.socketpair()
         settings = msgspec.json.encode(config.to_settings()).decode()
-        command = [sys.executable, "-P", "-m", "tidewheel.runner.follower", "--settings", settings]
+        command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", "--settings", settings]
         command += ["--rank", str(rank), "--rendezvous", str(rendezvous), "--socket", str(other.fileno())]
         with other:
             self._child = Child(command, ends_with_parent=True, pass_fds=[other.fileno()])
@@ -78,13 +78,13 @@ class Follower:
 
 
 class LeaderRunner(ModelRunner):
-    """Rank 0: samples, and has the followers run each step too. A failure of any rank is the group's end."""
+    """Runner of rank 0, which has the other ranks run each step too. A failure of any rank ends all."""
 
-    send: Callable[[bytes], None] | None = None  # to all followers; None: they run what this rank runs, as at a load
-    failure: Callable[[float], str] = staticmethod(lambda _limit_s: "")  # of a follower, waited for so many seconds
+    send: Callable[[bytes], None] | None = None  # to the other ranks; None: at a load, all run the same
+    failure: Callable[[float], str] = staticmethod(lambda _limit_s: "")  # of another rank, waited for so many seconds
 
     def check(self) -> None:
-        """Raise `InternalError` if a follower has ended."""
+        """Raise `InternalError` if another rank has ended."""
         if reason := self.failure(0.0):
             raise InternalError(reason)
 
@@ -144,29 +144,29 @@ def _received(connection: socket.socket, size: int) -> bytes | None:
 
 
 def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
-    """Start the followers and load all ranks' parts. Raise `ConfigError`."""
+    """Start the other ranks, and load this one's part. Raise `ConfigError`."""
     check_devices(config)
     ranks = range(1, config.tensor_parallel_size)
     with tempfile.TemporaryDirectory(prefix="tidewheel-ranks-") as folder:
         rendezvous = Path(folder) / "rendezvous"
-        followers = [Follower(rank, config, rendezvous) for rank in ranks]
+        others = [RankProcess(rank, config, rendezvous) for rank in ranks]
 
         def failure(limit_s: float) -> str:
             if limit_s:
-                any(follower.ends_within(limit_s) for follower in followers)
-            return next((follower.failure for follower in followers if follower.failure), "")
+                any(rank.ends_within(limit_s) for rank in others)
+            return next((rank.failure for rank in others if rank.failure), "")
 
         try:
-            for follower in followers:
-                follower.wait_joining(config.engine_start_timeout_s)
-            if any(follower.ends_within(0.0) for follower in followers):
+            for rank in others:
+                rank.wait_joining(config.engine_start_timeout_s)
+            if any(rank.ends_within(0.0) for rank in others):
                 raise ConfigError(failure(0.0))
             collectives = join_group(config, 0, rendezvous)
             runner = LeaderRunner.load(config, progress, Shard(0, config.tensor_parallel_size, collectives))
         except Exception as error:
             reason = "" if isinstance(error, ConfigError) else failure(END_S)
-            for follower in followers:
-                follower.end()
+            for rank in others:
+                rank.end()
             if reason:
                 raise ConfigError(reason) from error
             raise
@@ -174,8 +174,8 @@ def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
 
     def send(message: bytes) -> None:
         data = framed(message)
-        for follower in followers:
-            follower.send(data)
+        for rank in others:
+            rank.send(data)
 
     runner.send, runner.failure = send, failure
     return runner

@@ -13,7 +13,6 @@ from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch, Tr
 from tidewheel.request import Pooling, Request
 from tidewheel.sampling import SamplingParams
 
-_FLAGS = np.dtype(np.bool_)
 _COLUMNS = (
     "rows",
     "start_positions",
@@ -77,7 +76,7 @@ def decode_step(payload: bytes) -> ScheduledBatch:
     columns: dict[str, Any] = {name: _ids(data) for name, data in zip(_COLUMNS, message.columns, strict=True)}
     return ScheduledBatch(
         step_id=message.step_id,
-        samples=np.frombuffer(message.samples, _FLAGS),
+        samples=np.frombuffer(bytearray(message.samples), np.bool_),
         num_decodes=message.num_decodes,
         num_tokens=message.num_tokens,
         new_rows=tuple(map(_new_row, message.new_rows)),
@@ -101,7 +100,7 @@ def _bytes(ids: npt.NDArray[np.integer[Any]]) -> bytes:
 
 
 def _ids(data: bytes) -> Int32Array:
-    return np.frombuffer(data, np.int32)
+    return np.frombuffer(bytearray(data), np.int32)  # torch shares no memory that cannot be written
 
 
 def without_rows(batch: ScheduledBatch) -> ScheduledBatch:

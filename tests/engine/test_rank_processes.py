@@ -1,0 +1,123 @@
+"""Engines whose ranks are processes: their tokens, and the end and return of all when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.engine.engine_clients import Client
+from support.engine.faulty_engine import prompt_bytes
+from support.models.tiny_models import llama, prompts, save, transformers_tokens
+from tidewheel.config import EngineConfig
+from tidewheel.engine.launcher import engine_command
+from tidewheel.engine.messages import AddRequest
+from tidewheel.errors import ConfigError
+from tidewheel.runner import rank_group
+from tidewheel.sampling import SamplingParams
+from tidewheel_process.handle import ProcessHandle
+
+LIMIT_S = 120.0
+MAX_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save(lambda: llama(max_position_embeddings=1024), path)
+    return path
+
+
+def config_of(folder: Path, **settings: object) -> EngineConfig:
+    given = {"model": str(folder), "dtype": "float32", "num_blocks": 64, "device": "cpu", "tensor_parallel_size": 2}
+    return EngineConfig.from_settings(given | settings)
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[[EngineConfig], Client]]:
+    clients = []
+
+    def started(config: EngineConfig) -> Client:
+        clients.append(Client(folder, config=config, command=engine_command(), hold_s=LIMIT_S))
+        clients[-1].start(LIMIT_S)
+        return clients[-1]
+
+    yield started
+    for client in clients:
+        client.close()
+
+
+def ranks_of(client: Client) -> list[ProcessHandle]:
+    """Return handles of all processes of the engine."""
+    pid = client.info.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [ProcessHandle(int(each)) for each in (pid, *children)]
+
+
+def long_request(key: int) -> AddRequest:
+    return AddRequest(key, prompt_bytes(1, 2, 3), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+
+
+def check_serves(client: Client, key: int) -> None:
+    client.add(long_request(key))
+    client.recorder.wait_ended(key, limit_s=LIMIT_S)
+    assert len(client.recorder.tokens[key]) == MAX_TOKENS
+
+
+def test_two_processes_give_the_tokens_of_transformers(
+    tmp_path: Path, start: Callable[[EngineConfig], Client]
+) -> None:
+    given = prompts(4, 5, 40)
+    expected = transformers_tokens(save(llama, tmp_path), given, 8)
+    client = start(config_of(tmp_path))
+    assert client.info.device.endswith(", 2 ranks")
+    assert len(ranks_of(client)) == 2
+    for key, prompt in enumerate(given):
+        client.add(AddRequest(key, prompt_bytes(*prompt.tolist()), SamplingParams(temperature=0.0, max_tokens=8)))
+    client.recorder.wait_ended(*range(4), limit_s=LIMIT_S)
+    assert [client.recorder.tokens[key] for key in range(4)] == expected
+
+
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_rank_that_dies_or_hangs_ends_all_and_all_come_back(
+    model: Path, start: Callable[[EngineConfig], Client], victim: int, number: signal.Signals
+) -> None:
+    client = start(config_of(model))
+    ranks = ranks_of(client)
+    client.add(long_request(1))
+    client.recorder.wait_started(1)
+    os.kill(ranks[victim].pid, number)
+    client.recorder.wait_ended(1, limit_s=LIMIT_S)
+    assert client.recorder.endings[1] == "TW-ENGINE-DEAD"
+    assert all(rank.wait(LIMIT_S) for rank in ranks)
+    check_serves(client, 2)
+
+
+def test_a_rank_that_dies_while_idle_ends_all(model: Path, start: Callable[[EngineConfig], Client]) -> None:
+    client = start(config_of(model))
+    ranks = ranks_of(client)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert all(rank.wait(LIMIT_S) for rank in ranks)
+    check_serves(client, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            "tensor_parallel_size is 3: the model's num_attention_heads is 4, no multiple of it",
+        ),
+        ({"tensor_parallel_size": 8}, "each rank needs a core of its own, and there are 4; set it to at most 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(rank_group, "num_cores", lambda: 4)
+    with pytest.raises(ConfigError, match=message) as error:
+        rank_group.load_group(config_of(model, **settings), None)
+    assert "\n" not in str(error.value)

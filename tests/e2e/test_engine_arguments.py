@@ -72,7 +72,7 @@ def test_one_line_names_what_has_no_effect(server: Server) -> None:
     lines = [line for line in server.log.read_text().splitlines() if "no effect here: " in line]
     assert len(lines) == 1
     names = lines[0].partition("no effect here: ")[2].split(", ")
-    assert {"enable_lora", "max_loras", "tensor_parallel_size", "ENABLE_VLLM_HEALTH_CHECK"} <= set(names)
+    assert {"enable_lora", "max_loras", "data_parallel_size", "ENABLE_VLLM_HEALTH_CHECK"} <= set(names)
     assert not {"quantization", "dtype", "max_logprobs"} & set(names)
 
 

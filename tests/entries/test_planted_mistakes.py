@@ -94,8 +94,8 @@ MISTAKES = {
         setting("num_blocks", "99") + setting("kv_cache_memory_mb", "99"),
     ),
     "what is not offered": Mistake(
-        "settings", "model.json:1:2", "tensor_parallel_size", "is 2 … one device … set it to 1", "",
-        '{"tensor_parallel_size": 2}',
+        "settings", "model.json:1:2", "pipeline_parallel_size", "is 2 … layers are not spread … set it to 1", "",
+        '{"pipeline_parallel_size": 2}',
     ),
     "under an alias": Mistake(
         "settings", "model.json:1:2", "num_gpu_blocks_override", "num_blocks is 0 … at least 1", "",

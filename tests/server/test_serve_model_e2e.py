@@ -109,6 +109,26 @@ def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if not has_ended(process)]
 
 
+def test_two_ranks_serve_as_one_and_come_back_together(shared: Server, folder: Path) -> None:
+    with connect(shared) as client:
+        expected = client.generate("A tuple is", return_token_ids=True, **GREEDY).token_ids
+    server = serve(folder, "--set", "tensor_parallel_size=2")
+    try:
+        ranks = server.processes("tidewheel.runner.rank_process")
+        assert len(ranks) == 1
+        with connect(server) as client:
+            assert client.generate("A tuple is", return_token_ids=True, **GREEDY).token_ids == expected
+        ranks[0].kill()
+        wait_for(lambda: server.readiness()[0] != 200, 30, "the end of the engine")
+        wait_for(lambda: server.readiness()[0] == 200, 120, "the engine's return")
+        with connect(server) as client:
+            assert client.generate("A tuple is", return_token_ids=True, **GREEDY).token_ids == expected
+        processes = server.descendants()
+    finally:
+        assert stop_server(server) == 0
+    assert left(processes) == []
+
+
 def test_a_folder_is_served_with_its_twin(shared: Server) -> None:
     with connect(shared) as client:
         answer = client.generate("A tuple is", return_token_ids=True, **GREEDY)

@@ -81,7 +81,7 @@ class RandomWeights(WeightSource):
             if name.endswith("norm.weight"):
                 tensor.fill_(1.0)
             else:
-                part = self.tensors[name].part
+                part = self.tensors[name].part if name in self.tensors else None
                 seed = self._seed ^ zlib.crc32((name if part is None else f"{name} {tuple(part)}").encode())
                 tensor.normal_(0.0, RANDOM_STD, generator=generator.manual_seed(seed))
             read(tensor.nbytes)

@@ -21,7 +21,7 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, StepOutputs
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.build import RankedRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
 from tidewheel.engine.grammar_queue import GrammarCache
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
@@ -96,6 +96,7 @@ class LLM(AbstractContextManager["LLM"]):
     def __init__(self, model: str | Path, *, skip_tokenizer_init: bool = False, **settings: object) -> None:
         self.config = EngineConfig.from_settings({"model": str(model), **settings})
         runner = load_model_runner(self.config)
+        self._ranks = runner if isinstance(runner, RankedRunner) else None
         self.info: EngineInfo = engine_info(runner.info, self.config)
         folder = Path(self.config.tokenizer or self.info.model)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.load(folder, vocab_size=self.info.vocab_size)
@@ -159,6 +160,8 @@ class LLM(AbstractContextManager["LLM"]):
         return self._open_core().stats()
 
     def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
         self._core = None
         gc.collect()
         if not self.info.device.startswith("cpu"):

@@ -7,17 +7,20 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from support.engine.engine_clients import Client
 from support.engine.faulty_engine import prompt_bytes
-from support.models.tiny_models import llama, prompts, save, transformers_tokens
+from support.models.tiny_models import llama, prompts, save, save_byte_llama, transformers_tokens
+from tidewheel import LLM, Grammar, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
 from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import ConfigError
+from tidewheel.llm import GenerationResult
 from tidewheel.runner import rank_group
-from tidewheel.sampling import SamplingParams
 from tidewheel_process.handle import ProcessHandle
 
 LIMIT_S = 120.0
@@ -102,6 +105,32 @@ def test_a_rank_that_dies_while_idle_ends_all(model: Path, start: Callable[[Engi
     os.kill(ranks[1].pid, signal.SIGKILL)
     assert all(rank.wait(LIMIT_S) for rank in ranks)
     check_serves(client, 2)
+
+
+def test_everything_that_a_request_asks_for(tmp_path: Path) -> None:
+    """Structured output, log-probabilities, several sequences, draws and sessions."""
+    save_byte_llama(tmp_path)
+    settings = {"dtype": "float32", "num_blocks": 64, "device": "cpu", "num_threads": 1}
+    sampling = [
+        SamplingParams(temperature=1.0, seed=1, max_tokens=40, grammar=Grammar.regex(r"[a-c]{2,4}-\d{3,9}")),
+        SamplingParams(temperature=0.8, seed=2, max_tokens=12, logprobs=3, prompt_logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=12, presence_penalty=0.5, logit_bias={7: 2.0}),
+    ]
+
+    def answers(num_ranks: int) -> list[GenerationResult]:
+        with LLM(tmp_path, **settings, tensor_parallel_size=num_ranks) as llm:
+            prompts = [{"input_ids": list(range(i, i + 30))} for i in range(3)]
+            options = [RequestOptions(), RequestOptions(n=2), RequestOptions(session_id="s")]
+            first = llm.generate(prompts, sampling, options, use_tqdm=False)
+            turn = {"input_ids": [*range(2, 32), *first[-1].token_ids, 5]}
+            return first + llm.generate([turn], sampling[2], options[2], use_tqdm=False)
+
+    one, two = answers(1), answers(2)
+    assert [result.token_ids for result in one] == [result.token_ids for result in two]
+    assert len(one) == 5
+    scores = [[entry.logprob for entry in result.logprobs] for answer in (one, two) for result in answer[1:3]]
+    assert np.allclose(scores[:2], scores[2:], atol=1e-4)
+    assert not psutil.Process().children(recursive=True)
 
 
 @pytest.mark.parametrize(

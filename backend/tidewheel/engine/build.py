@@ -46,6 +46,9 @@ class RankedRunner(LoadedRunner, Protocol):
     def check(self) -> None:
         """Raise `InternalError` if one of them has ended."""
 
+    def close(self) -> None:
+        """End the processes other than this one."""
+
 
 LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 

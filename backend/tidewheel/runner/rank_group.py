@@ -33,30 +33,29 @@ from tidewheel_process.child import Child
 
 JOINS = b"\n"  # first byte from a rank, when it is about to join the group
 HANG_S = 1.5  # longest wait for another rank inside a step
-END_S = 0.3  # from a failed operation to the end of the rank that caused it
+END_S = 0.1  # from a failed operation to the end of the rank that caused it
 _LENGTH = struct.Struct("<I")
 
 
 class RankProcess:
     """Process of a rank, and the reason of its end."""
 
-    def __init__(self, rank: int, config: EngineConfig, rendezvous: Path) -> None:
-        self.rank, self.failure = rank, ""
+    def __init__(self, rank: int, config: EngineConfig, rendezvous: Path, ended: threading.Event) -> None:
+        """`ended` is set at the end."""
+        self.rank, self.failure, self._ended = rank, "", ended
         self._connection, other = socket.socketpair()
         settings = msgspec.json.encode(config.to_settings()).decode()
         command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", "--settings", settings]
         command += ["--rank", str(rank), "--rendezvous", str(rendezvous), "--socket", str(other.fileno())]
         with other:
             self._child = Child(command, ends_with_parent=True, pass_fds=[other.fileno()])
-        self._ended = threading.Event()
 
-    def wait_joining(self, timeout_s: float) -> None:
-        """Wait until the process is about to join the group. Raise `ConfigError`."""
-        self._connection.settimeout(timeout_s)
-        with contextlib.suppress(TimeoutError):
-            self._connection.recv(len(JOINS))
-        self._connection.settimeout(None)
-        threading.Thread(target=self._watch, name=f"rank-{self.rank}", daemon=True).start()
+    def wait_joining(self) -> None:
+        """Wait until the process is about to join the group, or ends."""
+        if self._connection.recv(len(JOINS)):
+            threading.Thread(target=self._watch, name=f"rank-{self.rank}", daemon=True).start()
+        else:
+            self._watch()
 
     def _watch(self) -> None:
         reason = b""
@@ -67,26 +66,58 @@ class RankProcess:
         self.failure = reason.decode(errors="replace") or f"rank {self.rank} ended with {self._child.exit}"
         self._ended.set()
 
-    def send(self, message: bytes) -> None:
-        self._connection.sendall(message)
-
-    def ends_within(self, limit_s: float) -> bool:
-        return self._ended.wait(limit_s)
+    def send(self, data: bytes) -> None:
+        self._connection.sendall(data)
 
     def end(self) -> None:
         self._child.kill()
 
 
+class RankGroup:
+    """Processes of ranks 1 and up."""
+
+    def __init__(self, config: EngineConfig, rendezvous: Path) -> None:
+        """Start them, and wait until they are about to join the group. Raise `ConfigError`."""
+        self._ended = threading.Event()
+        ranks = range(1, config.tensor_parallel_size)
+        self._processes = [RankProcess(rank, config, rendezvous, self._ended) for rank in ranks]
+        for process in self._processes:
+            process.wait_joining()
+        if reason := self.failure():
+            self.close()
+            raise ConfigError(reason)
+
+    def send(self, message: bytes) -> None:
+        """Send a message that each rank gets by `receive_framed`."""
+        data = _LENGTH.pack(len(message)) + message
+        for process in self._processes:
+            process.send(data)
+
+    def failure(self, limit_s: float = 0.0) -> str:
+        """Return why a rank has ended, empty if none does within the limit."""
+        if not self._ended.wait(limit_s):
+            return ""
+        return next(process.failure for process in self._processes if process.failure)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.end()
+
+
 class LeaderRunner(ModelRunner):
     """Runner of rank 0, which has the other ranks run each step too. A failure of any rank ends all."""
 
-    send: Callable[[bytes], None] | None = None  # to the other ranks; None: at a load, all run the same
-    failure: Callable[[float], str] = staticmethod(lambda _limit_s: "")  # of another rank, waited for so many seconds
+    group: RankGroup | None = None  # None: at a load, which all ranks run by themselves
 
     def check(self) -> None:
         """Raise `InternalError` if another rank has ended."""
-        if reason := self.failure(0.0):
+        if self.group is not None and (reason := self.group.failure()):
             raise InternalError(reason)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.group is not None:
+            self.group.close()
 
     def prepare(self, batch: ScheduledBatch) -> None:
         try:
@@ -97,8 +128,8 @@ class LeaderRunner(ModelRunner):
         self._announce(batch)
 
     def _announce(self, batch: ScheduledBatch) -> None:
-        if self.send is not None:
-            self.send(encode_step(batch))
+        if self.group is not None:
+            self.group.send(encode_step(batch))
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         try:
@@ -106,10 +137,10 @@ class LeaderRunner(ModelRunner):
         except RowError:
             raise
         except Exception as error:  # short of memory too: the others are inside the step, which cannot be repeated
-            if self.send is None:
+            if self.group is None:
                 raise
-            reason = self.failure(END_S) or f"rank 0 failed, or waited too long for another: {type(error).__name__}"
-            raise InternalError(reason) from error
+            failure = self.group.failure(END_S) or f"rank 0 failed, or another did not answer: {type(error).__name__}"
+            raise InternalError(failure) from error
 
 
 @torch.inference_mode()
@@ -121,10 +152,6 @@ def follow(runner: ModelRunner, receive: Callable[[], bytes | None]) -> None:
             runner.launch(batch)
         else:
             runner.prepare(batch)
-
-
-def framed(message: bytes) -> bytes:
-    return _LENGTH.pack(len(message)) + message
 
 
 def receive_framed(connection: socket.socket) -> bytes | None:
@@ -146,38 +173,20 @@ def _received(connection: socket.socket, size: int) -> bytes | None:
 def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
     """Start the other ranks, and load this one's part. Raise `ConfigError`."""
     check_devices(config)
-    ranks = range(1, config.tensor_parallel_size)
     with tempfile.TemporaryDirectory(prefix="tidewheel-ranks-") as folder:
         rendezvous = Path(folder) / "rendezvous"
-        others = [RankProcess(rank, config, rendezvous) for rank in ranks]
-
-        def failure(limit_s: float) -> str:
-            if limit_s:
-                any(rank.ends_within(limit_s) for rank in others)
-            return next((rank.failure for rank in others if rank.failure), "")
-
+        group = RankGroup(config, rendezvous)
         try:
-            for rank in others:
-                rank.wait_joining(config.engine_start_timeout_s)
-            if any(rank.ends_within(0.0) for rank in others):
-                raise ConfigError(failure(0.0))
             collectives = join_group(config, 0, rendezvous)
             runner = LeaderRunner.load(config, progress, Shard(0, config.tensor_parallel_size, collectives))
         except Exception as error:
-            reason = "" if isinstance(error, ConfigError) else failure(END_S)
-            for rank in others:
-                rank.end()
+            reason = "" if isinstance(error, ConfigError) else group.failure(END_S)
+            group.close()
             if reason:
                 raise ConfigError(reason) from error
             raise
     collectives.limit(HANG_S)
-
-    def send(message: bytes) -> None:
-        data = framed(message)
-        for rank in others:
-            rank.send(data)
-
-    runner.send, runner.failure = send, failure
+    runner.group = group
     return runner
 
 

@@ -76,7 +76,7 @@ class ThreadRanks:
         assert isinstance(leader, LeaderRunner)
         self.leader = leader
         self._queues: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in self.runners[1:]]
-        leader.send, leader.failure = self._send, lambda _limit_s: "".join(map(repr, self.failures))
+        leader.group = self
         self._threads = [
             threading.Thread(target=self._follow, args=pair, daemon=True)
             for pair in zip(self.runners[1:], self._queues, strict=True)
@@ -92,7 +92,10 @@ class ThreadRanks:
             self.exchange.abort()
             raise
 
-    def _send(self, message: bytes) -> None:
+    def failure(self, limit_s: float = 0.0) -> str:
+        return "".join(map(repr, self.failures))
+
+    def send(self, message: bytes) -> None:
         self.num_sent_bytes += len(message)
         for queue in self._queues:
             queue.put(message)

@@ -20,7 +20,8 @@ from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import ConfigError
 from tidewheel.llm import GenerationResult
-from tidewheel.runner import rank_group
+from tidewheel.runner import device
+from tidewheel.runner.rank_group import load_group
 from tidewheel_process.handle import ProcessHandle
 
 LIMIT_S = 120.0
@@ -146,7 +147,7 @@ def test_everything_that_a_request_asks_for(tmp_path: Path) -> None:
 def test_sizes_that_do_not_fit_are_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], message: str
 ) -> None:
-    monkeypatch.setattr(rank_group, "num_cores", lambda: 4)
+    monkeypatch.setattr(device, "num_cores", lambda: 4)
     with pytest.raises(ConfigError, match=message) as error:
-        rank_group.load_group(config_of(model, **settings), None)
+        load_group(config_of(model, **settings), None)
     assert "\n" not in str(error.value)

@@ -17,6 +17,7 @@ from support.models.gguf_files import write_model
 from support.models.quantized_formats import CASES, save_quantized_llama
 from support.runner.thread_ranks import MemoryExchange, ThreadCollectives
 from tidewheel.config import EngineConfig
+from tidewheel.entries.model_rules import ModelJudge
 from tidewheel.errors import ConfigError
 from tidewheel.models import weight_stream
 from tidewheel.models.causal_lm import ForwardInput, no_progress
@@ -182,6 +183,19 @@ def test_models_whose_layers_are_not_split_are_refused(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.gpt2, tmp_path)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2: GPT2LMHeadModel runs through transformers"):
         parts_of(tmp_path, Shard(0, 2))
+
+
+def test_a_check_before_the_load_counts_the_memory_of_all_ranks(tmp_path: Path) -> None:
+    tiny_models.save_byte_llama(tmp_path)
+    needs = []
+    for num_ranks in (1, 2):
+        config = EngineConfig(model=str(tmp_path), device="cpu", num_blocks=64, tensor_parallel_size=num_ranks)
+        judge = ModelJudge(config, is_this_machine=True)
+        assert [problem.message for problem in judge.problems() if problem.severity == "error"] == []
+        assert judge.needs is not None
+        needs.append(judge.needs)
+    assert needs[0].cache == needs[1].cache
+    assert needs[0].weights < needs[1].weights < 1.1 * needs[0].weights  # norms are held by each rank
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from support.runner.step_loop import StepLoop, request
 from support.runner.thread_ranks import ThreadRanks
 from tidewheel.batch import RowError, StepOutputs
 from tidewheel.config import EngineConfig
+from tidewheel.errors import InternalError
 from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
@@ -173,3 +174,25 @@ def test_ranks_hold_parts_and_the_least_number_of_blocks(case: Case) -> None:
     infos = [runner.info for runner in case.ranks.runners]
     assert len({info.num_blocks for info in infos}) == 1
     assert all(info.weights_bytes < 0.75 * case.one.info.weights_bytes for info in infos)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_short_of_memory_ends_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """A step is not repeated, as one rank does: the other ranks are inside of it."""
+    tiny_models.save(tiny_models.llama, tmp_path)
+    ranks = ThreadRanks(settings(tmp_path), 2)
+
+    def fail(*_: object) -> None:
+        ranks.exchange.abort()  # as the end of a process does
+        raise MemoryError
+
+    monkeypatch.setattr(ranks.runners[victim]._steps.model.layers[1].mlp, "down", fail)
+    with pytest.raises(InternalError):
+        StepLoop(ranks.leader).run([request("r", tiny_models.prompts(1, 20, 20)[0], 4)])
+    if victim:
+        with pytest.raises(InternalError, match="MemoryError"):
+            ranks.leader.check()
+    else:
+        ranks.close()

@@ -17,8 +17,9 @@ from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.model_folder import cached_folder, read_config
+from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
-from tidewheel.runner.device import check_deterministic, resolve_device
+from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
 from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
@@ -56,7 +57,7 @@ class ModelJudge:
         self._config = config
         self._is_this_machine = is_this_machine
         self._folder: Path | None = None
-        self._device = torch.device("cpu")
+        self._device, self._shard = torch.device("cpu"), Shard(num_ranks=config.tensor_parallel_size)
         self._vocab_size: int | None = None
         self._plan: ModelPlan | None = None
         self._source: WeightSource | None = None
@@ -92,12 +93,13 @@ class ModelJudge:
     def _find_device(self) -> None:
         if self._is_this_machine:
             self._device = resolve_device(self._config)
+            check_ranks_fit(self._config)
 
     def _read_config(self, folder: Path) -> None:
         fields = read_config(folder)
         if fields.values.get("vocab_size") is not None:
             self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
-        self._plan = plan = plan_model(folder, fields, self._config, self._device)
+        self._plan = plan = plan_model(folder, fields, self._config, self._device, self._shard)
         if plan.native is not None:
             self._vocab_size, way = plan.native.shape.vocab_size, "native"
         else:
@@ -125,7 +127,7 @@ class ModelJudge:
     def _judge_memory(self) -> Iterable[Problem]:
         if self._plan is None:
             return ()
-        if (decoder := self._plan.native) is not None:
+        if (decoder := self._plan.part) is not None:
             layout = CacheLayout(decoder.shape, 1, self._plan.cache_dtype)
             self.cache_of_a_request = _cache_of_a_request(self._plan, layout)
         if not self._is_this_machine or self._source is None:
@@ -134,7 +136,7 @@ class ModelJudge:
         return [note("", shortened)] if shortened else ()
 
     def _needs(self, plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str]:
-        config, decoder, device = self._config, plan.native, plan.device
+        config, decoder, device = self._config, plan.part, plan.device
         weights = plan.check_fits(source)
         check_deterministic(config.deterministic, device)
         cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
@@ -146,7 +148,9 @@ class ModelJudge:
             one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
             num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
             cache, shortened = num_blocks * layout.block_bytes, size.shortened
-        needs = MemoryNeeds(device.type, weights, cache, int(config.swap_space * GIB))
+        ranks = self._shard.num_ranks
+        of_device = ranks if device.type == "cpu" else 1
+        needs = MemoryNeeds(device.type, of_device * weights, of_device * cache, ranks * int(config.swap_space * GIB))
         _check_host_memory(needs)
         return needs, shortened
 

@@ -50,6 +50,7 @@ class ModelPlan(NamedTuple):
     native: NativeModel | None  # on no device, of one rank
     through_transformers: tuple[Any, Any] = (None, None)  # class of the model, and its configuration
     shard: Shard = Shard()
+    part: NativeModel | None = None  # like `native`, of this rank
 
     def open_source(self) -> WeightSource:
         """Return the checked checkpoint, or random weights. Raise `ConfigError`."""
@@ -130,12 +131,12 @@ def plan_model(
         format_of = format_choice(config.quantization)
         make = partial(kind, shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
         native = make()
-        held = native if shard.num_ranks == 1 else make(shard=shard)
-        for layer in held.to_fill:
+        part = native if shard.num_ranks == 1 else make(shard=shard)
+        for layer in part.to_fill:
             layer.check_size(layer.format, "quantization")
         if config.pressure_quantization != "none":
-            held.plan_copies(ROUNDED[config.pressure_quantization])
-        return plan(max_model_len, native, shard=shard)
+            part.plan_copies(ROUNDED[config.pressure_quantization])
+        return plan(max_model_len, native, shard=shard, part=part)
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import transformers_config
 

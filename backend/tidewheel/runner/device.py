@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
@@ -54,6 +55,24 @@ def cuda_obstacle() -> str:
         first_sentences = " ".join(str(error).split()).split(" Please ")[0].rstrip(". ")
         return f"{build} cannot use a GPU: {first_sentences}"
     return f"{build} sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+
+
+def check_ranks_fit(config: EngineConfig) -> None:
+    """Raise `ConfigError` if there are more ranks than GPUs, or than cores without GPUs."""
+    count, kind = (torch.cuda.device_count(), "GPU") if uses_gpus(config) else (num_cores(), "core")
+    if config.tensor_parallel_size > count:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}: each rank needs a {kind} of its own, and there "
+            f"{'is' if count == 1 else 'are'} {count}; set it to at most {count}"
+        )
+
+
+def uses_gpus(config: EngineConfig) -> bool:
+    return config.device != "cpu" and not cuda_obstacle()
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def dotted(version: tuple[int, ...]) -> str:

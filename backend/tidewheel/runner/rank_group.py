@@ -7,7 +7,6 @@ The engine's process is rank 0: it schedules, samples, and sends each step to th
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import sys
@@ -25,7 +24,7 @@ from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.models.shard import Shard
 from tidewheel.runner.collectives import ProcessCollectives
-from tidewheel.runner.device import cuda_obstacle
+from tidewheel.runner.device import check_ranks_fit, num_cores, uses_gpus
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingStep
 from tidewheel.runner.step_messages import decode_step, encode_step, without_rows
@@ -172,7 +171,7 @@ def _received(connection: socket.socket, size: int) -> bytes | None:
 
 def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
     """Start the other ranks, and load this one's part. Raise `ConfigError`."""
-    check_devices(config)
+    check_ranks_fit(config)
     with tempfile.TemporaryDirectory(prefix="tidewheel-ranks-") as folder:
         rendezvous = Path(folder) / "rendezvous"
         group = RankGroup(config, rendezvous)
@@ -199,21 +198,3 @@ def join_group(config: EngineConfig, rank: int, rendezvous: Path) -> ProcessColl
     elif config.num_threads is None:
         torch.set_num_threads(max(num_cores() // config.tensor_parallel_size, 1))
     return ProcessCollectives(rendezvous, rank, config.tensor_parallel_size, device, config.engine_start_timeout_s)
-
-
-def check_devices(config: EngineConfig) -> None:
-    """Raise `ConfigError` if there are more ranks than GPUs, or than cores without GPUs."""
-    count, kind = (torch.cuda.device_count(), "GPU") if uses_gpus(config) else (num_cores(), "core")
-    if config.tensor_parallel_size > count:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}: each rank needs a {kind} of its own, and there "
-            f"{'is' if count == 1 else 'are'} {count}; set it to at most {count}"
-        )
-
-
-def uses_gpus(config: EngineConfig) -> bool:
-    return config.device != "cpu" and not cuda_obstacle()
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0))

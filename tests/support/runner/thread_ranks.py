@@ -118,10 +118,13 @@ class ThreadRanks:
     def __enter__(self) -> ThreadRanks:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:
             thread.join(WAIT_S)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
         assert not self.failures
         assert all(calls == self.calls[0] for calls in self.calls), "ranks call collectives in different orders"

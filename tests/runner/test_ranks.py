@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,18 +16,18 @@ from transformers import PreTrainedModel
 
 from support.long_runs import examples
 from support.models import tiny_models
-from support.models.tiny_models import MARGIN
 from support.runner.decode_workloads import KINDS, LOOPS, workload
+from support.runner.random_loads import WITH_MARGIN, compared_loads
 from support.runner.step_loop import StepLoop, request
 from support.runner.thread_ranks import ThreadRanks
-from tidewheel.batch import RowError, StepOutputs
+from tidewheel.batch import RowError
 from tidewheel.config import EngineConfig
 from tidewheel.errors import InternalError
 from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.rank_group import load_group
 from tidewheel.sampling import SamplingParams
 
-WITH_MARGIN = SamplingParams(temperature=0.0, logprobs=2)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": tiny_models.llama,
     "llama-tied": partial(tiny_models.llama, tie_word_embeddings=True),
@@ -60,68 +61,25 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield Case(ModelRunner.load(settings(folder)), ranks)
 
 
-class MarginLoop(StepLoop):
-    """A loop that keeps by how much the best logit of each token exceeds the next."""
-
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        self.margins: dict[str, list[float]] = {item.request_id: [] for item in requests}
-        apply = self.scheduler.apply
-
-        def noted(*arguments: Any) -> StepOutputs:
-            outputs = apply(*arguments)
-            for index, entry in (outputs.logprobs or {}).items():
-                first, second = entry.top_logprobs[:2]
-                self.margins[outputs.requests[index].request_id].append(first - second)
-            return outputs
-
-        self.scheduler.apply = noted
-        return super().run(requests)
-
-
-def random_load(seed: int) -> tuple[list[Request], dict[str, object]]:
-    """Return random requests, some with one prompt, and settings of a loop that cuts, preempts, swaps and hits."""
-    random = np.random.default_rng(seed)
-    shared = tiny_models.prompts(1, 33, 33, seed=seed)[0]
-    requests: list[Request] = []
-    for number, prompt in enumerate(tiny_models.prompts(int(random.integers(2, 9)), 1, 50, seed=seed + 1)):
-        whole = np.concatenate((shared, prompt)) if random.random() < 0.5 else prompt
-        leader = request(f"r{number}", whole, int(random.integers(1, 16)), WITH_MARGIN)
-        others = range(int(random.integers(0, 3)))
-        requests += [leader, *(request(f"r{number}.{i}", whole, 8, WITH_MARGIN, leader=leader) for i in others)]
-    swaps = bool(random.random() < 0.5)
-    return requests, {
-        "num_blocks": int(random.integers(10, 24)),
-        "token_budget": int(random.integers(20, 200)),
-        "num_host_blocks": 16 if swaps else 0,
-        "preemption_mode": "swap" if swaps else "recompute",
-    }
-
-
-def clear_up_to(margins: Sequence[float]) -> int:
-    """Return the first token at which rounding may decide."""
-    return next((index for index, margin in enumerate(margins) if margin < MARGIN), len(margins))
-
-
 def test_random_loads_have_the_tokens_of_one_rank(case: Case) -> None:
     totals = Counter[str]()
-    for seed in range(examples(6, 40)):
+    for seed in range(examples(6, 200)):
         case.ranks.poison()
-        requests, changes = random_load(seed)
-        loop = MarginLoop(case.one, **changes)
-        expected = loop.run(requests)
-        ranked = StepLoop(case.ranks.leader, **changes)
-        found = ranked.run(random_load(seed)[0])
-        for item, one, many in zip(requests, expected, found, strict=True):
-            count = clear_up_to(loop.margins[item.request_id])
-            assert many[:count] == one[:count], (seed, item)
-            totals["tokens"] += len(one)
-            totals["differing"] += many != one
-        stats = ranked.scheduler.stats()
-        totals["preempted"] += stats.num_preemptions
-        totals["swapped"] += stats.num_swapped_in
-        totals["hits"] += stats.num_prefix_hits
+        totals += compared_loads(case.one, case.ranks.leader, seed)
     print(dict(totals))
     assert min(totals["preempted"], totals["swapped"], totals["hits"]) > 0
+
+
+def test_random_loads_on_processes(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.llama, tmp_path)
+    ranked = load_group(dataclasses.replace(settings(tmp_path), tensor_parallel_size=2), None)
+    try:
+        one, totals = ModelRunner.load(settings(tmp_path)), Counter[str]()
+        for seed in range(20):
+            totals += compared_loads(one, ranked, seed)
+        print(dict(totals))
+    finally:
+        ranked.close()
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)

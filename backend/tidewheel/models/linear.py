@@ -48,6 +48,8 @@ FormatChoice = Callable[[Sequence[str]], MatrixFormat]  # of matrices that one l
 class Linear:
     """Product ``x @ weight.T + bias``. With a `format`, `weight` is on the device "meta" until `fill`."""
 
+    shard = Shard()
+
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int]
     ) -> None:
@@ -148,43 +150,33 @@ class InvariantLinear(Linear):
 
 
 class SummedLinear(Linear):
-    """Linear layer of a rank's inputs, whose products are summed over all ranks."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
-        shard: Shard,
-    ) -> None:  # fmt: skip
-        super().__init__(weight, None, form, parts)
-        self._shard, self._bias = shard, bias
+    """Linear layer of a rank's inputs, whose products are summed over all ranks. Rank 0 has the bias."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         products = super().__call__(x)
-        self._shard.collectives.all_reduce(products)
-        return products if self._bias is None else products.add_(self._bias)
+        self.shard.collectives.all_reduce(products)
+        return products
 
     def kernel_weights(self) -> None:
         """Return None: a C call of all layers cannot stop for a sum."""
 
 
 class VocabularyLinear(Linear):
-    """Embedding table or output matrix with a rank's tokens, which returns rows and logits of all tokens."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
-        shard: Shard,
-    ) -> None:  # fmt: skip
-        super().__init__(weight, bias, form, parts)
-        self._shard, self._num_tokens = shard, weight.shape[0]
+    """Embedding table or output matrix of a rank's tokens, which returns rows and logits of all tokens."""
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        local = indices - self._shard.rank * self._num_tokens
-        is_absent = (local < 0) | (local >= self._num_tokens)
-        found = super().rows(local.clamp_(0, self._num_tokens - 1)).masked_fill_(is_absent.unsqueeze(1), 0)
-        self._shard.collectives.all_reduce(found)
+        num_tokens = self.weight.shape[0]
+        local = indices - self.shard.rank * num_tokens
+        is_absent = (local < 0) | (local >= num_tokens)
+        found = super().rows(local.clamp_(0, num_tokens - 1)).masked_fill_(is_absent.unsqueeze(1), 0)
+        self.shard.collectives.all_reduce(found)
         return found
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._shard.collectives.all_gather(super().__call__(x)).transpose(0, 1).flatten(1)
+        return self.shard.collectives.all_gather(super().__call__(x)).transpose(0, 1).flatten(1)
+
+
+_SPLIT_LAYERS: Mapping[Split, type[Linear]] = {"inputs": SummedLinear, "vocabulary": VocabularyLinear}
 
 
 class Weights:
@@ -248,11 +240,13 @@ class Weights:
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
         split: Split,
     ) -> Linear:  # fmt: skip
-        if self.shard.num_ranks > 1 and split == "inputs":
-            return SummedLinear(weight, bias, form, parts, self.shard)
-        if self.shard.num_ranks > 1 and split == "vocabulary":
-            return VocabularyLinear(weight, bias, form, parts, self.shard)
-        return InvariantLinear(weight, bias, form, parts) if self.is_invariant else Linear(weight, bias, form, parts)
+        kind = InvariantLinear if self.is_invariant else Linear
+        if self.shard.num_ranks > 1:
+            kind = _SPLIT_LAYERS.get(split, kind)
+            bias = None if split == "inputs" and self.shard.rank else bias
+        layer = kind(weight, bias, form, parts)
+        layer.shard = self.shard
+        return layer
 
     def _taken(self, names: Sequence[str], axis: int, total: int, num_pieces: int | None = None) -> int:
         """Note which part of the tensors this rank holds; return its number of outputs or inputs."""

@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -87,7 +88,7 @@ class RankGroup:
             raise ConfigError(reason)
 
     def send(self, message: bytes) -> None:
-        """Send a message that each rank gets by `receive_framed`."""
+        """Send a message that each rank gets by `receive`."""
         data = _LENGTH.pack(len(message)) + message
         for process in self._processes:
             process.send(data)
@@ -153,20 +154,10 @@ def follow(runner: ModelRunner, receive: Callable[[], bytes | None]) -> None:
             runner.prepare(batch)
 
 
-def receive_framed(connection: socket.socket) -> bytes | None:
+def receive(stream: BinaryIO) -> bytes | None:
     """Return the next message, None at the end."""
-    header = _received(connection, _LENGTH.size)
-    return _received(connection, *_LENGTH.unpack(header)) if header else None
-
-
-def _received(connection: socket.socket, size: int) -> bytes | None:
-    data = bytearray(size)
-    rest = memoryview(data)
-    while rest:
-        if not (count := connection.recv_into(rest)):
-            return None
-        rest = rest[count:]
-    return bytes(data)
+    header = stream.read(_LENGTH.size)
+    return stream.read(*_LENGTH.unpack(header)) if len(header) == _LENGTH.size else None
 
 
 def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:

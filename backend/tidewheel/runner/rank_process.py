@@ -18,7 +18,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.shard import Shard
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.rank_group import JOINS, follow, join_group, receive_framed
+from tidewheel.runner.rank_group import JOINS, follow, join_group, receive
 from tidewheel_process.current_process import end_with_parent
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def run(config: EngineConfig, rank: int, rendezvous: Path, connection: socket.so
     try:
         connection.sendall(JOINS)
         shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, rendezvous))
-        follow(ModelRunner.load(config, shard=shard), partial(receive_framed, connection))
+        follow(ModelRunner.load(config, shard=shard), partial(receive, connection.makefile("rb")))
     except ConfigError as error:
         return str(error)
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -24,12 +23,7 @@ _COLUMNS = (
 )
 
 
-class RowMessage(msgspec.Struct, array_like=True):
-    row: int
-    token_ids: bytes  # int32
-    num_prompt_tokens: int
-    pooling: Pooling
-    prompt_logprobs: int | None
+RowMessage = tuple[int, bytes, int, Pooling, int | None]  # row, tokens, number of those of the prompt
 
 
 class StepMessage(msgspec.Struct, array_like=True):
@@ -64,10 +58,8 @@ def encode_step(batch: ScheduledBatch) -> bytes:
 
 
 def _row_message(new: NewRow) -> RowMessage:
-    request = new.request
-    return RowMessage(
-        new.row, _bytes(new.token_ids), request.num_prompt_tokens, request.pooling, new.sampling.prompt_logprobs
-    )
+    row, request, token_ids, sampling = new
+    return row, _bytes(token_ids), request.num_prompt_tokens, request.pooling, sampling.prompt_logprobs
 
 
 def decode_step(payload: bytes) -> ScheduledBatch:
@@ -87,12 +79,12 @@ def decode_step(payload: bytes) -> ScheduledBatch:
 
 
 def _new_row(message: RowMessage) -> NewRow:
-    token_ids = _ids(message.token_ids)
-    sampling = SamplingParams(temperature=0.0, prompt_logprobs=message.prompt_logprobs)
-    request = Request(
-        "", token_ids[: message.num_prompt_tokens], sampling, max_tokens=1, arrival_time=0.0, pooling=message.pooling
+    row, data, num_prompt_tokens, pooling, prompt_logprobs = message
+    token_ids, sampling = _ids(data), SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)
+    prompt = token_ids[:num_prompt_tokens]
+    return NewRow(
+        row, Request("", prompt, sampling, max_tokens=1, arrival_time=0.0, pooling=pooling), token_ids, sampling
     )
-    return NewRow(message.row, request, token_ids, sampling)
 
 
 def _bytes(ids: npt.NDArray[np.integer[Any]]) -> bytes:
@@ -105,8 +97,6 @@ def _ids(data: bytes) -> Int32Array:
 
 def without_rows(batch: ScheduledBatch) -> ScheduledBatch:
     """Return the batch's block copies alone, for a step that is repeated without a row, and without them."""
-    return dataclasses.replace(
-        batch, rows=no_ids(), start_positions=no_ids(), num_scheduled_tokens=no_ids(), samples=np.empty(0, np.bool_),
-        num_decodes=0, num_tokens=0, new_rows=(), freed_rows=no_ids(), block_rows=no_ids(), block_indices=no_ids(),
-        block_ids=no_ids(),
-    )  # fmt: skip
+    return ScheduledBatch(
+        batch.step_id, no_ids(), no_ids(), no_ids(), np.empty(0, np.bool_), 0, 0, transfers=batch.transfers
+    )

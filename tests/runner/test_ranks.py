@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,16 +17,21 @@ from transformers import PreTrainedModel
 
 from support.long_runs import examples
 from support.models import tiny_models
+from support.runner import capturable
 from support.runner.decode_workloads import KINDS, LOOPS, workload
+from support.runner.graphed_runner import LOADED_SIZES
 from support.runner.random_loads import WITH_MARGIN, compared_loads
+from support.runner.recorded_graphs import RecordedAllocator, RecordingAccelerator
 from support.runner.step_loop import StepLoop, request
 from support.runner.thread_ranks import ThreadRanks
 from tidewheel.batch import RowError
 from tidewheel.config import EngineConfig
 from tidewheel.errors import InternalError
 from tidewheel.request import Request
+from tidewheel.runner import model_runner
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.rank_group import load_group
+from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel.sampling import SamplingParams
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -66,7 +72,6 @@ def test_random_loads_have_the_tokens_of_one_rank(case: Case) -> None:
     for seed in range(examples(6, 200)):
         case.ranks.poison()
         totals += compared_loads(case.one, case.ranks.leader, seed)
-    print(dict(totals))
     assert min(totals["preempted"], totals["swapped"], totals["hits"]) > 0
 
 
@@ -74,10 +79,9 @@ def test_random_loads_on_processes(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.llama, tmp_path)
     ranked = load_group(dataclasses.replace(settings(tmp_path), tensor_parallel_size=2), None)
     try:
-        one, totals = ModelRunner.load(settings(tmp_path)), Counter[str]()
+        one = ModelRunner.load(settings(tmp_path))
         for seed in range(20):
-            totals += compared_loads(one, ranked, seed)
-        print(dict(totals))
+            compared_loads(one, ranked, seed)
     finally:
         ranked.close()
 
@@ -154,3 +158,26 @@ def test_a_rank_that_is_short_of_memory_ends_the_group(
             ranks.leader.check()
     else:
         ranks.close()
+
+
+def test_recorded_graphs_call_collectives_in_the_order_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: RecordingAccelerator
+) -> None:
+    """Decodes and prompts replay graphs that hold collectives; a rank that waits for another fails the test."""
+    tiny_models.save(tiny_models.llama, tmp_path)
+    accelerators: list[RecordingAccelerator] = []
+    monkeypatch.setattr(RecordedAllocator, "installed", lambda _self: nullcontext())  # it patches for one thread
+    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(LOADED_SIZES, [16, 48]))
+    monkeypatch.setattr(
+        model_runner, "accelerator_of", lambda device: accelerators.append(RecordingAccelerator()) or accelerators[-1]
+    )
+    config = settings(tmp_path, max_model_len=128)
+    with capturable.products_of_onednn(), ThreadRanks(config, 2) as ranks:
+        with monkeypatch.context() as eager:
+            eager.setattr(model_runner, "accelerator_of", lambda device: None)
+            one = ModelRunner.load(config)
+        for seed in range(examples(6, 1000)):
+            ranks.poison()
+            compared_loads(one, ranks.leader, seed)
+        replays = [sum(graph.num_replays - 1 for graph in each.pools[-1].graphs) for each in accelerators]
+        assert replays[0] >= replays[1] > 100  # the leader's graphs sample too

@@ -38,26 +38,47 @@ class MemoryExchange:
         self._barrier.abort()
 
 
+_groups: list[ThreadCollectives] = []
+# Operations of torch, which a recorded graph replays.
+_library = torch.library.Library("thread_ranks", "DEF")
+_library.define("all_reduce(Tensor(a!) x, int group) -> ()")
+_library.define("all_gather(Tensor x, int group) -> Tensor")
+_library.define("broadcast(Tensor(a!) x, int group) -> ()")
+for name in ("all_reduce", "all_gather", "broadcast"):
+    _library.impl(name, lambda x, group, name=name: getattr(_groups[group], f"run_{name}")(x), "CPU")
+
+
 class ThreadCollectives:
     def __init__(self, exchange: MemoryExchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
         self.calls: list[Call] = []
+        self._number = len(_groups)
+        _groups.append(self)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        torch.ops.thread_ranks.all_reduce(x, self._number)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.thread_ranks.all_gather(x, self._number)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        torch.ops.thread_ranks.broadcast(x, self._number)
 
     def _all(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
         self.calls.append((name, tuple(x.shape), x.dtype))
         return self._exchange.all(self._rank, x)
 
-    def all_reduce(self, x: torch.Tensor) -> None:
+    def run_all_reduce(self, x: torch.Tensor) -> None:
         first, *others = self._all("all_reduce", x)
         total = first.clone()
         for other in others:
             total += other
         x.copy_(total)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def run_all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all("all_gather", x))
 
-    def broadcast(self, x: torch.Tensor) -> None:
+    def run_broadcast(self, x: torch.Tensor) -> None:
         x.copy_(self._all("broadcast", x)[0])
 
 

@@ -144,9 +144,9 @@ class LeaderRunner(ModelRunner):
 
 
 @torch.inference_mode()
-def follow(runner: ModelRunner, receive: Callable[[], bytes | None]) -> None:
-    """Run the leader's steps until `receive` returns None."""
-    while (message := receive()) is not None:
+def follow(runner: ModelRunner, next_message: Callable[[], bytes | None]) -> None:
+    """Run the steps of rank 0 until `next_message` returns None."""
+    while (message := next_message()) is not None:
         batch = decode_step(message)
         if len(batch.rows):
             runner.launch(batch)
@@ -169,7 +169,7 @@ def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
         try:
             collectives = join_group(config, 0, rendezvous)
             runner = LeaderRunner.load(config, progress, Shard(0, config.tensor_parallel_size, collectives))
-        except Exception as error:
+        except BaseException as error:
             reason = "" if isinstance(error, ConfigError) else group.failure(END_S)
             group.close()
             if reason:

@@ -13,17 +13,9 @@ from tidewheel.request import Pooling, Request
 from tidewheel.sampling import SamplingParams
 
 _COLUMNS = (
-    "rows",
-    "start_positions",
-    "num_scheduled_tokens",
-    "freed_rows",
-    "block_rows",
-    "block_indices",
-    "block_ids",
-)
-
-
-RowMessage = tuple[int, bytes, int, Pooling, int | None]  # row, tokens, number of those of the prompt
+    "rows", "start_positions", "num_scheduled_tokens", "freed_rows", "block_rows", "block_indices", "block_ids",
+)  # fmt: skip
+RowMessage = tuple[int, bytes, int, Pooling, int | None]  # row, tokens, prompt's length, prompt_logprobs
 
 
 class StepMessage(msgspec.Struct, array_like=True):

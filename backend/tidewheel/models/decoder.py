@@ -25,9 +25,8 @@ class Attention:
         hidden, q_width = config.hidden_size, config.num_q_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         projections = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        kv_pieces = dict.fromkeys(("k_proj", "v_proj"), min(shard.num_ranks, config.num_kv_heads))
         self.qkv = weights.linear(
-            prefix, hidden, projections, bias=config.qkv_bias, split="outputs", num_pieces=kv_pieces
+            prefix, hidden, projections, bias=config.qkv_bias, split="outputs", unit=config.head_dim
         )
         self.output = weights.linear(prefix, q_width, {"o_proj": hidden}, bias=config.output_bias, split="inputs")
         self.q_norm = weights.tensor(f"{prefix}q_norm", config.head_dim) if config.qk_norm else None

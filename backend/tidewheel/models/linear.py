@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -205,18 +204,15 @@ class Weights:
 
     def linear(
         self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False, unbiased: str = "",
-        split: Split = "none", num_pieces: Mapping[str, int] = MappingProxyType({}),
+        split: Split = "none", unit: int = 1,
     ) -> Linear:  # fmt: skip
-        """With `bias`, the part `unbiased` has none in the checkpoint.
-
-        `num_pieces`: different pieces of a part whose outputs are split, if they are fewer than ranks.
-        """
+        """With `bias`, the part `unbiased` has none in the checkpoint. `unit`: outputs that stay on one rank."""
         if split == "inputs":
             in_features = self._taken([f"{prefix}{name}.weight" for name in parts], 1, in_features)
         elif split != "none":
             kinds = ("weight", "bias") if bias else ("weight",)
             parts = {
-                name: self._taken([f"{prefix}{name}.{kind}" for kind in kinds], 0, count, num_pieces.get(name))
+                name: self._taken([f"{prefix}{name}.{kind}" for kind in kinds], 0, count, unit)
                 for name, count in parts.items()
             }
         biases = self._fused({f"{prefix}{name}.bias": count for name, count in parts.items()}) if bias else None
@@ -248,11 +244,11 @@ class Weights:
         layer.shard = self.shard
         return layer
 
-    def _taken(self, names: Sequence[str], axis: int, total: int, num_pieces: int | None = None) -> int:
+    def _taken(self, names: Sequence[str], axis: int, total: int, unit: int = 1) -> int:
         """Note which part of the tensors this rank holds; return its number of outputs or inputs."""
         if self.shard.num_ranks == 1:
             return total
-        part = self.shard.part(axis, total, num_pieces or self.shard.num_ranks)
+        part = self.shard.part(axis, total, unit)
         self.parts |= dict.fromkeys(names, part)
         return part.end - part.begin
 

@@ -53,8 +53,9 @@ class Shard(NamedTuple):
         """Return this rank's number of heads or features; several ranks hold the same one if there are too few."""
         return max(total // self.num_ranks, 1)
 
-    def part(self, axis: int, total: int, num_pieces: int) -> TensorPart:
-        """Return this rank's part of `total` outputs or inputs, of which there are `num_pieces` different parts."""
+    def part(self, axis: int, total: int, unit: int) -> TensorPart:
+        """Return this rank's part of `total` outputs or inputs, of whole units; ranks share a unit as in `count`."""
+        num_pieces = min(self.num_ranks, total // unit)
         size, index = total // num_pieces, self.rank * num_pieces // self.num_ranks
         return TensorPart(axis, index * size, (index + 1) * size)
 

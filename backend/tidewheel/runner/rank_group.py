@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -37,6 +37,15 @@ END_S = 0.1  # from a failed operation to the end of the rank that caused it
 _LENGTH = struct.Struct("<I")
 
 
+class RankStart(msgspec.Struct):
+    """Argument of a rank's process."""
+
+    rank: int
+    settings: dict[str, Any]
+    rendezvous: str  # file
+    socket: int  # descriptor
+
+
 class RankProcess:
     """Process of a rank, and the reason of its end."""
 
@@ -44,9 +53,8 @@ class RankProcess:
         """`ended` is set at the end."""
         self.rank, self.failure, self._ended = rank, "", ended
         self._connection, other = socket.socketpair()
-        settings = msgspec.json.encode(config.to_settings()).decode()
-        command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", "--settings", settings]
-        command += ["--rank", str(rank), "--rendezvous", str(rendezvous), "--socket", str(other.fileno())]
+        start = RankStart(rank, config.to_settings(), str(rendezvous), other.fileno())
+        command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
         with other:
             self._child = Child(command, ends_with_parent=True, pass_fds=[other.fileno()])
 
@@ -89,7 +97,7 @@ class RankGroup:
 
     def send(self, message: bytes) -> None:
         """Send a message that each rank gets by `receive`."""
-        data = _LENGTH.pack(len(message)) + message
+        data = framed(message)
         for process in self._processes:
             process.send(data)
 
@@ -152,6 +160,10 @@ def follow(runner: ModelRunner, next_message: Callable[[], bytes | None]) -> Non
             runner.launch(batch)
         else:
             runner.prepare(batch)
+
+
+def framed(message: bytes) -> bytes:
+    return _LENGTH.pack(len(message)) + message
 
 
 def receive(stream: BinaryIO) -> bytes | None:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -16,6 +17,7 @@ from support.engine.faulty_engine import prompt_bytes
 from support.models.tiny_models import llama, prompts, save, save_byte_llama, transformers_tokens
 from tidewheel import LLM, Grammar, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
+from tidewheel.engine import process
 from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import ConfigError
@@ -106,6 +108,16 @@ def test_a_rank_that_dies_while_idle_ends_all(model: Path, start: Callable[[Engi
     os.kill(ranks[1].pid, signal.SIGKILL)
     assert all(rank.wait(LIMIT_S) for rank in ranks)
     check_serves(client, 2)
+
+
+def test_a_loop_that_waits_for_a_dead_rank_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for a GPU, in which another rank's operation is missing, returns never."""
+    calls: list[object] = []
+    runner = mock.Mock(wait_failed=lambda: calls.append("rank ended"))
+    monkeypatch.setattr(process, "AFTER_RANK_S", 0.0)
+    monkeypatch.setattr(process, "exit_now", calls.append)
+    process.end_after_ranks(runner)
+    assert calls == ["rank ended", process.EXIT_CRASHED]
 
 
 def test_everything_that_a_request_asks_for(tmp_path: Path) -> None:

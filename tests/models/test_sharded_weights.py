@@ -101,6 +101,7 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], dict[str, object], float]] = {
     "gguf-q4": (partial(write_gguf, kind="Q4_0"), {}, 0.02),
     "gguf-q4-as-floats": (partial(write_gguf, kind="Q4_0"), {"quantization": "none"}, 1e-5),
     "int8-cache": (write_safetensors, {"kv_cache_dtype": "int8"}, 1e-3),
+    "fp8-cache": (write_safetensors, {"kv_cache_dtype": "fp8_e4m3"}, 1e-3),
 }
 
 

@@ -46,6 +46,9 @@ class RankedRunner(LoadedRunner, Protocol):
     def check(self) -> None:
         """Raise `InternalError` if one of them has ended."""
 
+    def wait_failed(self) -> None:
+        """Wait until one of them ends."""
+
     def close(self) -> None:
         """End the processes other than this one."""
 

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from tidewheel_process.locked_folder import try_lock
 
 log = logging.getLogger(__name__)
 
+AFTER_RANK_S = 1.5  # from the end of another rank to that of a loop that still waits, as for a device
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0
 
@@ -131,6 +133,8 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
             beat=Heartbeat(status.engine_dir).beat,
             arbiter=arbiter,
         )
+        if isinstance(runner, RankedRunner):
+            threading.Thread(target=end_after_ranks, args=(runner,), name="ranks", daemon=True).start()
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made
         status.update(state="ready", stage="", fraction=1.0, info=info)
@@ -147,6 +151,14 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
         status.update(state="stopped", message=reason)
         server.end_all(Draining("the engine was stopped"))
     return 0
+
+
+def end_after_ranks(runner: RankedRunner) -> None:
+    """End this process if its loop has not ended it soon after the end of another rank."""
+    runner.wait_failed()
+    time.sleep(AFTER_RANK_S)
+    log.error("engine died: it waits for a rank that has ended")
+    exit_now(EXIT_CRASHED)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from tidewheel_process.child import Child
 
 JOINS = b"\n"  # first byte from a rank, when it is about to join the group
 HANG_S = 1.5  # longest wait for another rank inside a step
+GPU_HANG_S = 60.0  # longest time of an operation on a GPU, with the steps that are queued before it
 END_S = 0.1  # from a failed operation to the end of the rank that caused it
 _LENGTH = struct.Struct("<I")
 
@@ -101,7 +102,7 @@ class RankGroup:
         for process in self._processes:
             process.send(data)
 
-    def failure(self, limit_s: float = 0.0) -> str:
+    def failure(self, limit_s: float | None = 0.0) -> str:
         """Return why a rank has ended, empty if none does within the limit."""
         if not self._ended.wait(limit_s):
             return ""
@@ -121,6 +122,11 @@ class LeaderRunner(ModelRunner):
         """Raise `InternalError` if another rank has ended."""
         if self.group is not None and (reason := self.group.failure()):
             raise InternalError(reason)
+
+    def wait_failed(self) -> None:
+        """Wait until another rank ends."""
+        if self.group is not None:
+            self.group.failure(None)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -187,7 +193,7 @@ def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
             if reason:
                 raise ConfigError(reason) from error
             raise
-    collectives.limit(HANG_S)
+    collectives.limit(GPU_HANG_S if uses_gpus(config) else HANG_S)
     runner.group = group
     return runner
 

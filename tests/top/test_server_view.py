@@ -8,7 +8,7 @@ import pytest
 from support.top.watched import READY, PagesOf, recorded, request_line, second_look, watch_of
 from tidewheel.top import TopError, watch
 from tidewheel.top.view_text import as_text, ordered, verdict
-from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, list_here
+from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, ServerWatch, list_here
 from tidewheel_client import Health
 from tidewheel_client.errors import ServerUnavailable
 
@@ -229,3 +229,8 @@ def test_without_a_list_no_class_has_a_count() -> None:
     view.is_ready = READY.is_ready
     assert verdict(view).startswith("IDLE")
     assert "critical  -" in as_text(view)
+
+
+def test_what_shows_a_watch_shows_no_key() -> None:
+    made = ServerWatch(PagesOf([page()]), gateway_url="http://gateway/metrics", api_key="a key")
+    assert "a key" not in repr(made)

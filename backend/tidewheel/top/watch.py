@@ -69,7 +69,7 @@ def cancel(request: RequestLine) -> str:
     return f"request {name} was cancelled" if reply.was_there else f"request {name} had ended before"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # a traceback of the terminal app shows locals
 class ServerWatch:
     """Metrics of the last `WINDOW_S`, as views. One thread calls `look`, which blocks."""
 

@@ -206,9 +206,9 @@ def unbounded_buffer(read: Function, reader: Any, *arguments: Any) -> Any:
 @planted("tidewheel.frontend.prompt_workers", "PromptWorkers._worker")
 def orphaned_process(worker: Function, workers: Any, index: int) -> Any:
     """Start a process twice, and forget one of them."""
-    if workers._workers[index] is None:
+    if index not in workers._workers:
         _kept.append(worker(workers, index))
-        workers._workers[index] = None
+        del workers._workers[index]
     return worker(workers, index)
 
 

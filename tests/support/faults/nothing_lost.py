@@ -96,7 +96,7 @@ def nothing_lost(
     `ends`: tag of the errors that may end those streams. `log`: pattern of lines that the case may leave in the logs.
     """
     wait_for(lambda: server.readiness()[0] == 200 and is_idle(server), SERVED_AGAIN_S, "the end of earlier faults")
-    before, ledger = Footprint.of(server), Ledger.settled(server)
+    before, ledger = Footprint.settled(server), Ledger.settled(server)
     logs = Logs(server)
     with streaming_canaries(server) as canaries:
         with check("case", late="clock"):
@@ -248,6 +248,19 @@ class Footprint:
                 continue
         regions = [path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*")]
         return cls(threads, descriptors, memory, sum(regions), names)
+
+    @classmethod
+    def settled(cls, server: Server) -> Footprint:
+        """Wait for equal processes in two looks: the last case may have left one that takes another's place."""
+        last = Counter[str]()
+
+        def look() -> Footprint | None:
+            nonlocal last
+            now, before = cls.of(server), last
+            last = now.processes
+            return now if last == before else None
+
+        return cast(Footprint, wait_for(look, SETTLE_S, "the same processes twice"))
 
     def assert_back(self, server: Server, spare_bytes: int, spare_descriptors: int = SPARE_DESCRIPTORS) -> None:
         def difference() -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Time that the first rank takes to send a decode step to the others, by our sockets and by gloo's broadcast.
 
-python -m engine.rank_messages --ranks 2
+    python benchmarks rank_messages --ranks 2
 """
 
 from __future__ import annotations

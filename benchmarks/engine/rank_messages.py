@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import statistics
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.study import Study, show
 from tidewheel.batch import ScheduledBatch
 from tidewheel.runner.collectives import ProcessCollectives
 from tidewheel.runner.rank_group import framed, receive
@@ -47,7 +47,7 @@ def answer(rank: int, num_ranks: int, rendezvous: Path, connection: socket.socke
         connection.send(ACKNOWLEDGED)
 
 
-def timed(send: Callable[[], None], connections: list[socket.socket]) -> str:
+def timed(send: Callable[[], None], connections: list[socket.socket]) -> dict[str, float]:
     seconds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
@@ -57,14 +57,14 @@ def timed(send: Callable[[], None], connections: list[socket.socket]) -> str:
             connection.recv(1)
         time.sleep(PAUSE_S)  # the others wait asleep, as between steps
     deciles = statistics.quantiles(seconds[WARM_UP:], n=10)
-    return f"median {deciles[4] * 1e6:.1f} us, 90th percentile {deciles[8] * 1e6:.1f} us"
+    return {"median_us": deciles[4] * 1e6, "p90_us": deciles[8] * 1e6}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=256)
-    arguments = parser.parse_args()
+    study = Study("rank_messages", __doc__, "torch", "msgspec")
+    study.add_argument("--ranks", type=int, default=2)
+    study.add_argument("--rows", type=int, default=256, help="of the step")
+    arguments = study.begin()
     torch.set_num_threads(1)
     batch, connections = step(arguments.rows), []
     size = len(encode_step(batch))
@@ -84,9 +84,10 @@ def main() -> None:
             connection.sendall(data)
 
     memory = torch.zeros(size, dtype=torch.uint8)
-    print(f"{arguments.ranks} ranks, {arguments.rows} rows, {size} bytes")
-    print(f"sockets, with encoding: {timed(send, connections)}")
-    print(f"broadcast of gloo:      {timed(lambda: group.broadcast(memory), connections)}")
+    ways = {"sockets, with encoding": send, "gloo's broadcast": lambda: group.broadcast(memory)}
+    found = {name: timed(way, connections) for name, way in ways.items()}
+    show({"way": name, **{key: round(value, 1) for key, value in row.items()}} for name, row in found.items())
+    study.save({"bytes": size, "ways": found})
 
 
 if __name__ == "__main__":

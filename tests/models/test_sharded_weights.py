@@ -21,10 +21,13 @@ from tidewheel.entries.model_rules import ModelJudge
 from tidewheel.errors import ConfigError
 from tidewheel.models import weight_stream
 from tidewheel.models.causal_lm import ForwardInput, no_progress
+from tidewheel.models.loader import load_model, plan_model
+from tidewheel.models.model_folder import read_config
 from tidewheel.models.shard import Shard, TensorPart
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.models.weight_source import RandomWeights
 from tidewheel.models.weight_stream import StoredTensor, copy_tensors
+from tidewheel.runner import device
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
 
@@ -178,6 +181,27 @@ def test_quantized_checkpoints_are_refused_by_name(tmp_path: Path, name: str) ->
     save_quantized_llama(tmp_path, CASES[name])
     with pytest.raises(ConfigError, match=r"codes, which are not split between ranks: set tensor_parallel_size to 1"):
         parts_of(tmp_path, Shard(0, 2))
+
+
+def test_a_check_before_the_load_refuses_what_the_load_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "num_cores", lambda: 4)
+    config = EngineConfig(
+        model=str(write_gguf(tmp_path, "Q4_0")), device="cpu", num_blocks=64, tensor_parallel_size=4
+    )
+    errors = [
+        each.message for each in ModelJudge(config, is_this_machine=True).problems() if each.severity == "error"
+    ]
+    assert len(errors) == 1
+    assert "blocks of 32 inputs, which ranks with 16 inputs split" in errors[0]
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_the_progress_of_a_part_ends_at_one(tmp_path: Path, quantization: str) -> None:
+    write_safetensors(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", quantization=quantization, tensor_parallel_size=2)
+    plan, fractions = plan_model(tmp_path, read_config(tmp_path), config, CPU, Shard(1, 2)), []
+    load_model(plan, plan.open_source(), lambda _stage, fraction: fractions.append(fraction))
+    assert fractions[-1] == max(fractions) == 1.0
 
 
 def test_models_whose_layers_are_not_split_are_refused(tmp_path: Path) -> None:

@@ -80,7 +80,10 @@ class ModelPlan(NamedTuple):
         return num_bytes
 
     def decoder(self, source: WeightSource, device: torch.device) -> NativeModel:
-        """Return the empty native model, in the formats of the setting or of `source`."""
+        """Return the empty native model, in the formats of the setting or of `source`, which will load its parts.
+
+        Raise `ConfigError`.
+        """
         assert self.native is not None
         decoder = type(self.native)(
             self.native.config, max_model_len=self.max_model_len if device.type != "meta" else 1, dtype=self.dtype,
@@ -93,6 +96,7 @@ class ModelPlan(NamedTuple):
             refuse_others(self.config, offered, cause, ", or quantization to none")
         if self.config.pressure_quantization != "none":
             decoder.plan_copies(ROUNDED[self.config.pressure_quantization])
+        source.take_parts(decoder.parts)
         return decoder
 
 
@@ -177,7 +181,6 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
         done += num_bytes
         progress(STAGE, done / total)
 
-    source.take_parts(decoder.parts)
     source.copy(decoder.destinations, read)
     for layer in decoder.to_fill:
         layer.fill([source.matrix(name, plan.device) for name in layer.parts])

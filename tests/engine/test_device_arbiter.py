@@ -231,6 +231,19 @@ INFO = RunnerInfo(
 )  # fmt: skip
 
 
+def test_all_ranks_of_an_engine_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_arbiter.os, "sched_getaffinity", lambda _pid: range(8))
+    monkeypatch.setattr(device_arbiter, "total_host_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(device_arbiter, "resident_bytes", lambda _pid: 300 * MIB)
+    shares: list[DeviceShare] = []
+    monkeypatch.setattr(device_arbiter, "DeviceArbiter", lambda _base, share: shares.append(share))
+    for num_ranks in (1, 2, 8):
+        share_device(EngineConfig(model="m", tensor_parallel_size=num_ranks), INFO, tmp_path / "d", "m")
+    assert [share.cores for share in shares] == [0.25, 0.5, 1.0]
+    with pytest.raises(ConfigError, match=r"device_memory_share is 0\.5 .* takes 600"):
+        share_device(EngineConfig(model="m", tensor_parallel_size=2, device_memory_share=0.5), INFO, tmp_path, "m")
+
+
 def test_an_open_folder_only_ends_turns(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     assert type(share_device(EngineConfig(model="m"), INFO, tmp_path / "open", "m")) is UnsharedDevice

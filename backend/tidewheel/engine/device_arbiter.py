@@ -276,7 +276,8 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
     """
     is_cpu, memory = info.device.startswith("cpu"), config.device_memory_share or 0.0
     taken = info.weights_bytes + info.activation_bytes + info.kv_cache_bytes + info.graph_bytes
-    taken = max(taken, resident_bytes(os.getpid()) if is_cpu else 0)
+    ranks_of_device = config.tensor_parallel_size if is_cpu else 1  # a rank has a GPU of its own
+    taken = ranks_of_device * max(taken, resident_bytes(os.getpid()) if is_cpu else 0)
     total = total_host_bytes() if is_cpu else info.device_bytes
     if memory and total and taken > memory * total:
         raise ConfigError(
@@ -285,7 +286,8 @@ def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str
         )
     number = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]) or "0"
     threads, slice_s = re.search(r"\d+", info.device) if is_cpu else None, 1e-3 * config.device_slice_ms
-    cores = int(threads.group()) / len(os.sched_getaffinity(0)) if threads else 1.0
+    num_threads = ranks_of_device * int(threads.group()) if threads else 0
+    cores = min(num_threads / len(os.sched_getaffinity(0)), 1.0) if threads else 1.0
     share = DeviceShare(
         name, cores if slice_s else 0.0, config.device_weight, slice_s, memory, is_one_shot=config.kind != "text"
     )

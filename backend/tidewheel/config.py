@@ -119,7 +119,7 @@ class EngineConfig(SchedulingSettings):
     override_generation_config: str = "{}"  # default sampling over that of generation_config
     tensor_parallel_size: int = 1  # ranks that share the model, each on a GPU or core; sizes of memory are of each
     max_logprobs: int = 20  # most log-probabilities that a request may ask for per token
-    num_threads: int | None = None  # CPU threads of the engine; none: all free cores, one for small models
+    num_threads: int | None = None  # CPU threads of each rank; none: all free cores, one for small models
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
 
     # KV cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, StepOutputs
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import RankedRunner, build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.build import LoadedRunner, RankedRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
 from tidewheel.engine.grammar_queue import GrammarCache
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
@@ -96,7 +97,15 @@ class LLM(AbstractContextManager["LLM"]):
     def __init__(self, model: str | Path, *, skip_tokenizer_init: bool = False, **settings: object) -> None:
         self.config = EngineConfig.from_settings({"model": str(model), **settings})
         runner = load_model_runner(self.config)
-        self._ranks = runner if isinstance(runner, RankedRunner) else None
+        # Called by `close`, when the object is freed or the program ends, and if the rest of the start fails.
+        self._end_ranks = weakref.finalize(self, runner.close) if isinstance(runner, RankedRunner) else None
+        try:
+            self._begin(runner, skip_tokenizer_init=skip_tokenizer_init)
+        except BaseException:
+            self._end_other_ranks()
+            raise
+
+    def _begin(self, runner: LoadedRunner, *, skip_tokenizer_init: bool) -> None:
         self.info: EngineInfo = engine_info(runner.info, self.config)
         folder = Path(self.config.tokenizer or self.info.model)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.load(folder, vocab_size=self.info.vocab_size)
@@ -160,8 +169,7 @@ class LLM(AbstractContextManager["LLM"]):
         return self._open_core().stats()
 
     def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
+        self._end_other_ranks()
         self._core = None
         gc.collect()
         if not self.info.device.startswith("cpu"):
@@ -171,6 +179,10 @@ class LLM(AbstractContextManager["LLM"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _end_other_ranks(self) -> None:
+        if self._end_ranks is not None:
+            self._end_ranks()
 
     def _open_core(self) -> EngineCore:
         if self._core is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +23,9 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine import process
 from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
-from tidewheel.errors import ConfigError
+from tidewheel.errors import ConfigError, InternalError
 from tidewheel.llm import GenerationResult
-from tidewheel.runner import device
+from tidewheel.runner import device, model_runner, rank_group
 from tidewheel.runner.rank_group import load_group
 from tidewheel_process.handle import ProcessHandle
 
@@ -59,8 +62,7 @@ def start(folder: Path) -> Iterator[Callable[[EngineConfig], Client]]:
 def ranks_of(client: Client) -> list[ProcessHandle]:
     """Return handles of all processes of the engine."""
     pid = client.info.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [ProcessHandle(int(each)) for each in (pid, *children)]
+    return [ProcessHandle(each) for each in (pid, *(child.pid for child in psutil.Process(pid).children()))]
 
 
 def long_request(key: int) -> AddRequest:
@@ -118,6 +120,86 @@ def test_a_loop_that_waits_for_a_dead_rank_is_ended(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(process, "exit_now", calls.append)
     process.end_after_ranks(runner)
     assert calls == ["rank ended", process.EXIT_CRASHED]
+
+
+def test_ranks_leave_their_end_to_the_engine(model: Path, start: Callable[[EngineConfig], Client]) -> None:
+    """A service manager sends SIGTERM to all processes; the engine answers its requests before all end."""
+    client = start(config_of(model))
+    rank = ranks_of(client)[1]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(rank.pid, number)
+    check_serves(client, 1)
+    assert ranks_of(client)[1].pid == rank.pid
+
+
+def test_a_message_that_a_stopped_rank_does_not_take(model: Path) -> None:
+    """Long prompts do not fit the socket's buffer; rank 0 must not wait for room for ever."""
+    runner = load_group(config_of(model), None)
+    assert runner.group is not None
+    try:
+        psutil.Process().children()[0].suspend()
+        with pytest.raises(OSError, match="unavailable"):
+            runner.group.send(bytes(1 << 22))
+    finally:
+        runner.close()
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "raised"),
+    [("wait_joining", KeyboardInterrupt(), KeyboardInterrupt), ("__init__", OSError("no memory"), ConfigError)],
+)
+def test_a_start_that_fails_leaves_no_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, raised: type[BaseException]
+) -> None:
+    monkeypatch.setattr(device, "num_cores", lambda: 4)
+    original = getattr(rank_group.RankProcess, name)
+
+    def failing(process: rank_group.RankProcess, rank: int = 2, *others: object) -> None:
+        if rank == 2:
+            raise error
+        original(process, rank, *others)
+
+    monkeypatch.setattr(rank_group.RankProcess, name, failing)
+    with pytest.raises(raised):
+        load_group(config_of(model, tensor_parallel_size=4), None)
+    assert not psutil.Process().children()
+
+
+IN_PROCESS = {"dtype": "float32", "num_blocks": 64, "device": "cpu", "num_threads": 1, "tensor_parallel_size": 2}
+THREE = {"input_ids": [1, 2, 3]}
+
+
+def test_an_llm_that_cannot_begin_leaves_no_process(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        LLM(model, **IN_PROCESS)
+    assert not psutil.Process().children()
+
+
+def test_an_llm_that_is_dropped_ends_its_ranks(model: Path) -> None:
+    llm = LLM(model, skip_tokenizer_init=True, **IN_PROCESS)
+    assert len(psutil.Process().children()) == 1
+    del llm
+    gc.collect()
+    assert not psutil.Process().children()
+
+
+def test_ranks_outlive_the_thread_that_started_them(model: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        llm = pool.submit(partial(LLM, model, skip_tokenizer_init=True, **IN_PROCESS)).result()
+    with llm:
+        assert len(llm.generate(THREE, SamplingParams(max_tokens=4), use_tqdm=False)[0].token_ids) == 4
+
+
+def test_an_interrupted_step_ends_the_group(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are inside the step: what they do next would not be what rank 0 does."""
+    with LLM(model, skip_tokenizer_init=True, **IN_PROCESS) as llm:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(model_runner, "sample_tokens", mock.Mock(side_effect=KeyboardInterrupt))
+            llm.generate(THREE, use_tqdm=False)
+        assert not psutil.wait_procs(psutil.Process().children(), LIMIT_S)[1]
+        with pytest.raises(InternalError, match="rank 1 ended with signal 9"):
+            llm.generate(THREE, use_tqdm=False)
 
 
 def test_everything_that_a_request_asks_for(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ The engine's process is rank 0: it schedules, samples, and sends each step to th
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,35 +53,52 @@ class RankProcess:
     """Process of a rank, and the reason of its end."""
 
     def __init__(self, rank: int, config: EngineConfig, rendezvous: Path, ended: threading.Event) -> None:
-        """`ended` is set at the end."""
+        """Start the process, and set `ended` at its end. Raise OSError."""
         self.rank, self.failure, self._ended = rank, "", ended
+        self._joining = threading.Event()
         self._connection, other = socket.socketpair()
+        limit = struct.pack("ll", *divmod(int(1e6 * hang_limit_s(config)), 10**6))  # a C timeval
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         start = RankStart(rank, config.to_settings(), str(rendezvous), other.fileno())
         command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
-        with other:
-            self._child = Child(command, ends_with_parent=True, pass_fds=[other.fileno()])
+        started: Future[Child] = Future()
+        threading.Thread(target=self._run, args=(command, other, started), name=f"rank-{rank}", daemon=True).start()
+        self._child = started.result()  # raises what starting raised
 
     def wait_joining(self) -> None:
         """Wait until the process is about to join the group, or ends."""
-        if self._connection.recv(len(JOINS)):
-            threading.Thread(target=self._watch, name=f"rank-{self.rank}", daemon=True).start()
-        else:
-            self._watch()
+        self._joining.wait()
 
-    def _watch(self) -> None:
-        reason = b""
-        with contextlib.suppress(OSError):
-            while part := self._connection.recv(4096):
-                reason += part
-        self._child.ends_within(END_S)
-        self.failure = reason.decode(errors="replace") or f"rank {self.rank} ended with {self._child.exit}"
+    def _run(self, command: Sequence[str], other: socket.socket, started: Future[Child]) -> None:
+        """Start the process and wait for its end: the kernel ends it with the thread that starts it, this one."""
+        received = b""
+        with self._connection:
+            try:
+                with other:
+                    child = Child(command, ends_with_parent=True, pass_fds=[other.fileno()])
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(child)
+            with contextlib.suppress(OSError):
+                while part := self._connection.recv(4096):
+                    received += part
+                    self._joining.set()
+        child.ends_within(END_S)
+        reason = received.removeprefix(JOINS).decode(errors="replace")
+        self.failure = reason or f"rank {self.rank} ended with {child.exit}, and the log may say why"
         self._ended.set()
+        self._joining.set()
 
     def send(self, data: bytes) -> None:
+        """Raise OSError if the process has ended, or takes nothing for as long as an operation may wait."""
         self._connection.sendall(data)
 
-    def end(self) -> None:
-        self._child.kill()
+    def kill(self) -> None:
+        self._child.send_signal(signal.SIGKILL)
+
+    def wait(self) -> None:
+        self._child.wait()
 
 
 class RankGroup:
@@ -88,12 +107,22 @@ class RankGroup:
     def __init__(self, config: EngineConfig, rendezvous: Path) -> None:
         """Start them, and wait until they are about to join the group. Raise `ConfigError`."""
         self._ended = threading.Event()
-        ranks = range(1, config.tensor_parallel_size)
-        self._processes = [RankProcess(rank, config, rendezvous, self._ended) for rank in ranks]
+        self._processes: list[RankProcess] = []
+        try:
+            self._start(config, rendezvous)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: EngineConfig, rendezvous: Path) -> None:
+        for rank in range(1, config.tensor_parallel_size):
+            try:
+                self._processes.append(RankProcess(rank, config, rendezvous, self._ended))
+            except OSError as error:
+                raise ConfigError(f"the process of rank {rank} cannot be started: {error}") from error
         for process in self._processes:
             process.wait_joining()
         if reason := self.failure():
-            self.close()
             raise ConfigError(reason)
 
     def send(self, message: bytes) -> None:
@@ -108,9 +137,16 @@ class RankGroup:
             return ""
         return next(process.failure for process in self._processes if process.failure)
 
-    def close(self) -> None:
+    def kill(self) -> None:
+        """Send the signal that ends the processes, without waiting for their ends."""
         for process in self._processes:
-            process.end()
+            process.kill()
+
+    def close(self) -> None:
+        """End the processes."""
+        self.kill()
+        for process in self._processes:
+            process.wait()
 
 
 class LeaderRunner(ModelRunner):
@@ -150,11 +186,14 @@ class LeaderRunner(ModelRunner):
             return super().launch(batch)
         except RowError:
             raise
-        except Exception as error:  # short of memory too: the others are inside the step, which cannot be repeated
+        except BaseException as error:  # short of memory, or Ctrl-C: the others are inside a step that cannot go on
             if self.group is None:
                 raise
             failure = self.group.failure(END_S) or f"rank 0 failed, or another did not answer: {type(error).__name__}"
-            raise InternalError(failure) from error
+            self.group.kill()
+            if isinstance(error, Exception):
+                raise InternalError(failure) from error
+            raise
 
 
 @torch.inference_mode()
@@ -193,9 +232,14 @@ def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
             if reason:
                 raise ConfigError(reason) from error
             raise
-    collectives.limit(GPU_HANG_S if uses_gpus(config) else HANG_S)
+    collectives.limit(hang_limit_s(config))
     runner.group = group
     return runner
+
+
+def hang_limit_s(config: EngineConfig) -> float:
+    """Return how long rank 0 waits for another inside a step, in seconds."""
+    return GPU_HANG_S if uses_gpus(config) else HANG_S
 
 
 def join_group(config: EngineConfig, rank: int, rendezvous: Path) -> ProcessCollectives:

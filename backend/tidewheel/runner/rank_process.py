@@ -36,13 +36,15 @@ def run(start: RankStart, connection: socket.socket) -> str:
         return str(error)
     except Exception as error:
         log.exception("the rank failed")
-        return f"rank {start.rank} failed: {type(error).__name__}"
+        return f"rank {start.rank} failed: {type(error).__name__}; its traceback is in the log"
     return ""
 
 
 def main() -> None:
     start = msgspec.json.decode(sys.argv[1], type=RankStart)
     end_with_parent(signal.SIGKILL)  # a stopped process takes no other signal
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when all end: a service manager signals all
+        signal.signal(number, signal.SIG_IGN)
     protect_texts()
     log_to_stderr(logging.INFO, f"%(asctime)s %(levelname)s rank {start.rank}: %(message)s")
     faulthandler.enable()

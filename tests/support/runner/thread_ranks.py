@@ -139,6 +139,9 @@ class ThreadRanks:
     def __enter__(self) -> ThreadRanks:
         return self
 
+    def kill(self) -> None:
+        self.exchange.abort()
+
     def close(self) -> None:
         for queue in self._queues:
             queue.put(None)

@@ -39,7 +39,7 @@ from tidewheel_process.locked_folder import try_lock
 
 log = logging.getLogger(__name__)
 
-AFTER_RANK_S = 1.5  # from the end of another rank to that of a loop that still waits, as for a device
+AFTER_RANK_S = 1.5  # in which the loop may end the process itself after the end of another rank
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0
 

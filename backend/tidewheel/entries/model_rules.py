@@ -127,7 +127,7 @@ class ModelJudge:
     def _judge_memory(self) -> Iterable[Problem]:
         if self._plan is None:
             return ()
-        if (decoder := self._plan.part) is not None:
+        if (decoder := self._plan.rank_native) is not None:
             layout = CacheLayout(decoder.shape, 1, self._plan.cache_dtype)
             self.cache_of_a_request = _cache_of_a_request(self._plan, layout)
         if not self._is_this_machine or self._source is None:
@@ -136,7 +136,7 @@ class ModelJudge:
         return [note("", shortened)] if shortened else ()
 
     def _needs(self, plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str]:
-        config, decoder, device = self._config, plan.part, plan.device
+        config, decoder, device = self._config, plan.rank_native, plan.device
         weights = plan.check_fits(source)
         check_deterministic(config.deterministic, device)
         cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""

@@ -148,8 +148,8 @@ class InvariantLinear(Linear):
         return invariant_linear(x, self.weight, self.bias)
 
 
-class SummedLinear(Linear):
-    """Linear layer of a rank's inputs, whose products are summed over all ranks. Rank 0 has the bias."""
+class RowParallelLinear(Linear):
+    """Linear layer of a rank's part of the inputs. It sums its products over all ranks; rank 0 adds the bias."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         products = super().__call__(x)
@@ -160,8 +160,8 @@ class SummedLinear(Linear):
         """Return None: a C call of all layers cannot stop for a sum."""
 
 
-class VocabularyLinear(Linear):
-    """Embedding table or output matrix of a rank's tokens, which returns rows and logits of all tokens."""
+class VocabParallelLinear(Linear):
+    """Embedding table or output matrix of a rank's part of the vocabulary. It returns rows or logits of all."""
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         num_tokens = self.weight.shape[0]
@@ -175,7 +175,7 @@ class VocabularyLinear(Linear):
         return self.shard.collectives.all_gather(super().__call__(x)).transpose(0, 1).flatten(1)
 
 
-_SPLIT_LAYERS: Mapping[Split, type[Linear]] = {"inputs": SummedLinear, "vocabulary": VocabularyLinear}
+_SPLIT_LAYERS: Mapping[Split, type[Linear]] = {"inputs": RowParallelLinear, "vocabulary": VocabParallelLinear}
 
 
 class Weights:
@@ -188,7 +188,7 @@ class Weights:
         self.dtype, self.device, self._format_of, self.is_invariant = dtype, device, format_of, is_invariant
         self.shard = shard or Shard()
         self.by_name: dict[str, torch.Tensor] = {}  # parts of a fused matrix are views
-        self.parts: dict[str, TensorPart] = {}  # of checkpoint tensors of which this rank holds a part
+        self.tensor_parts: dict[str, TensorPart] = {}  # that this rank holds of checkpoint tensors; others whole
         self.linears: list[Linear] = []
 
     def tensor(self, name: str, *shape: int, part: str = "weight") -> torch.Tensor:
@@ -198,8 +198,8 @@ class Weights:
     def table(self, name: str, num_rows: int, width: int) -> Linear:
         """Return an embedding table, of which only `rows` are read."""
         if self._format_of([f"{name}.weight"]) is None:
-            num_rows = self._taken([f"{name}.weight"], 0, num_rows)
-            return self._made(self.tensor(name, num_rows, width), None, None, {}, "vocabulary")
+            num_rows = self._split([f"{name}.weight"], 0, num_rows)
+            return self._make(self.tensor(name, num_rows, width), None, None, {}, "vocabulary")
         return self.linear("", width, {name: num_rows}, split="vocabulary")
 
     def linear(
@@ -208,11 +208,11 @@ class Weights:
     ) -> Linear:  # fmt: skip
         """With `bias`, the part `unbiased` has none in the checkpoint. `unit`: outputs that stay on one rank."""
         if split == "inputs":
-            in_features = self._taken([f"{prefix}{name}.weight" for name in parts], 1, in_features)
+            in_features = self._split([f"{prefix}{name}.weight" for name in parts], 1, in_features)
         elif split != "none":
             kinds = ("weight", "bias") if bias else ("weight",)
             parts = {
-                name: self._taken([f"{prefix}{name}.{kind}" for kind in kinds], 0, count, unit)
+                name: self._split([f"{prefix}{name}.{kind}" for kind in kinds], 0, count, unit)
                 for name, count in parts.items()
             }
         biases = self._fused({f"{prefix}{name}.bias": count for name, count in parts.items()}) if bias else None
@@ -229,10 +229,10 @@ class Weights:
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
         split: Split = "none",
     ) -> Linear:  # fmt: skip
-        self.linears.append(self._made(weight, bias, form, parts, split))
+        self.linears.append(self._make(weight, bias, form, parts, split))
         return self.linears[-1]
 
-    def _made(
+    def _make(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int],
         split: Split,
     ) -> Linear:  # fmt: skip
@@ -244,12 +244,12 @@ class Weights:
         layer.shard = self.shard
         return layer
 
-    def _taken(self, names: Sequence[str], axis: int, total: int, unit: int = 1) -> int:
-        """Note which part of the tensors this rank holds; return its number of outputs or inputs."""
+    def _split(self, names: Sequence[str], axis: int, total: int, unit: int = 1) -> int:
+        """Record this rank's part of some tensors, and return its number of outputs or inputs."""
         if self.shard.num_ranks == 1:
             return total
         part = self.shard.part(axis, total, unit)
-        self.parts |= dict.fromkeys(names, part)
+        self.tensor_parts |= dict.fromkeys(names, part)
         return part.end - part.begin
 
     def _fused(self, names: Mapping[str, int], *inputs: int) -> torch.Tensor:

@@ -47,10 +47,10 @@ class ModelPlan(NamedTuple):
     cache_dtype: torch.dtype
     architecture: str
     max_model_len: int
-    native: NativeModel | None  # on no device, of one rank
+    native: NativeModel | None  # the whole model, on no device
     through_transformers: tuple[Any, Any] = (None, None)  # class of the model, and its configuration
     shard: Shard = Shard()
-    part: NativeModel | None = None  # like `native`, of this rank
+    rank_native: NativeModel | None = None  # this rank's part of `native`
 
     def open_source(self) -> WeightSource:
         """Return the checked checkpoint, or random weights. Raise `ConfigError`."""
@@ -96,7 +96,7 @@ class ModelPlan(NamedTuple):
             refuse_others(self.config, offered, cause, ", or quantization to none")
         if self.config.pressure_quantization != "none":
             decoder.plan_copies(ROUNDED[self.config.pressure_quantization])
-        source.take_parts(decoder.parts)
+        source.take_parts(decoder.tensor_parts)
         return decoder
 
 
@@ -135,12 +135,12 @@ def plan_model(
         format_of = format_choice(config.quantization)
         make = partial(kind, shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
         native = make()
-        part = native if shard.num_ranks == 1 else make(shard=shard)
-        for layer in part.to_fill:
+        rank_native = native if shard.num_ranks == 1 else make(shard=shard)
+        for layer in rank_native.to_fill:
             layer.check_size(layer.format, "quantization")
         if config.pressure_quantization != "none":
-            part.plan_copies(ROUNDED[config.pressure_quantization])
-        return plan(max_model_len, native, shard=shard, part=part)
+            rank_native.plan_copies(ROUNDED[config.pressure_quantization])
+        return plan(max_model_len, native, shard=shard, rank_native=rank_native)
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import transformers_config
 

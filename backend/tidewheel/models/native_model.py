@@ -26,7 +26,7 @@ class NativeModel(CausalLM):
         self.build(weights)
         self.destinations = weights.by_name
         self.shapes = weights.shapes()
-        self.parts = weights.parts
+        self.tensor_parts = weights.tensor_parts
         self.to_fill = [layer for layer in weights.linears if layer.format is not None]
         self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
         self.weights_bytes += sum(layer.weight_bytes for layer in self.to_fill)

@@ -38,7 +38,7 @@ class WeightSource:
     tensors: Mapping[str, StoredTensor]
 
     def take_parts(self, parts: Mapping[str, TensorPart]) -> None:
-        """Load parts of some tensors from now on. Raise `ConfigError` where that is not offered."""
+        """From now on load these parts of tensors, others whole. Raise `ConfigError` if one cannot be split."""
         self.tensors = {name: stored._replace(part=parts.get(name)) for name, stored in self.tensors.items()}
 
     def copy(self, destinations: Mapping[str, torch.Tensor], read: BytesRead) -> None:

@@ -45,7 +45,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are read: all inputs of an output, whatever the part."""
+        """Return the bytes that loading reads: whole rows, even if the part is of some columns."""
         size = math.prod(self.part_shape[:1] + self.shape[1:])
         return self.kind.num_bytes(size) if isinstance(self.kind, GroupFormat) else size * self.kind.itemsize
 
@@ -64,7 +64,7 @@ class FileChunk(NamedTuple):
         return count * self.dtype.itemsize
 
     def selected(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the numbers for `destination` in bytes [size] of the file."""
+        """Return what `destination` holds of `memory`, the chunk's bytes [size] of the file."""
         values = memory.view(self.dtype)
         if self.columns is None:
             return values

@@ -1,4 +1,4 @@
-"""Scheduled batches as bytes, with what a rank that samples no tokens needs of them."""
+"""Messages that carry scheduled batches to the ranks that sample no tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidewheel.sampling import SamplingParams
 _COLUMNS = (
     "rows", "start_positions", "num_scheduled_tokens", "freed_rows", "block_rows", "block_indices", "block_ids",
 )  # fmt: skip
-RowMessage = tuple[int, bytes, int, Pooling, int | None]  # row, tokens, prompt's length, prompt_logprobs
+RowMessage = tuple[int, bytes, int, Pooling, int | None]  # row, tokens, prompt's length, pooling, prompt_logprobs
 
 
 class StepMessage(msgspec.Struct, array_like=True):
@@ -88,7 +88,7 @@ def _ids(data: bytes) -> Int32Array:
 
 
 def without_rows(batch: ScheduledBatch) -> ScheduledBatch:
-    """Return the batch's block copies alone, for a step that is repeated without a row, and without them."""
+    """Return a batch with the block copies alone: rank 0 repeats the step without the failed row and the copies."""
     return ScheduledBatch(
         batch.step_id, no_ids(), no_ids(), no_ids(), np.empty(0, np.bool_), 0, 0, transfers=batch.transfers
     )

@@ -25,7 +25,7 @@ from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.llm import GenerationResult
-from tidewheel.runner import device, model_runner, rank_group
+from tidewheel.runner import device, model_runner, rank_group, rank_process
 from tidewheel.runner.rank_group import load_group
 from tidewheel_process.handle import ProcessHandle
 
@@ -120,6 +120,16 @@ def test_a_loop_that_waits_for_a_dead_rank_is_ended(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(process, "exit_now", calls.append)
     process.end_after_ranks(runner)
     assert calls == ["rank ended", process.EXIT_CRASHED]
+
+
+def test_collections_of_a_rank_skip_what_loading_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = mock.Mock()
+    for owner, name in ((rank_process, "join_group"), (rank_process, "follow"), (gc, "freeze")):
+        monkeypatch.setattr(owner, name, getattr(calls, name))
+    monkeypatch.setattr(rank_process.ModelRunner, "load", calls.load)
+    start = rank_group.RankStart(1, config_of(model).to_settings(), str(model / "rendezvous"), 0)
+    assert rank_process.run(start, mock.Mock()) == ""
+    assert [call[0] for call in calls.mock_calls] == ["join_group", "load", "freeze", "follow"]
 
 
 def test_ranks_leave_their_end_to_the_engine(model: Path, start: Callable[[EngineConfig], Client]) -> None:

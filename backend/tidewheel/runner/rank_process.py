@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -31,7 +32,10 @@ def run(start: RankStart, connection: socket.socket) -> str:
         connection.sendall(JOINS)
         config, rank = EngineConfig.from_settings(start.settings), start.rank
         shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, Path(start.rendezvous)))
-        follow(ModelRunner.load(config, shard=shard), partial(receive, connection.makefile("rb")))
+        runner = ModelRunner.load(config, shard=shard)
+        gc.collect()
+        gc.freeze()  # a collection of what loading made takes 0.1 s, for which all ranks would wait
+        follow(runner, partial(receive, connection.makefile("rb")))
     except ConfigError as error:
         return str(error)
     except Exception as error:

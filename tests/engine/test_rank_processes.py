@@ -109,6 +109,7 @@ def test_a_rank_that_dies_while_idle_ends_all(model: Path, start: Callable[[Engi
     ranks = ranks_of(client)
     os.kill(ranks[1].pid, signal.SIGKILL)
     assert all(rank.wait(LIMIT_S) for rank in ranks)
+    client.recorder.wait(lambda: client.recorder.num_losses, "the engine's end", LIMIT_S)
     check_serves(client, 2)
 
 
@@ -207,8 +208,7 @@ def test_an_interrupted_step_ends_the_group(model: Path, monkeypatch: pytest.Mon
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(model_runner, "sample_tokens", mock.Mock(side_effect=KeyboardInterrupt))
             llm.generate(THREE, use_tqdm=False)
-        assert not psutil.wait_procs(psutil.Process().children(), LIMIT_S)[1]
-        with pytest.raises(InternalError, match="rank 1 ended with signal 9"):
+        with pytest.raises(InternalError, match=r"rank 1 ended with signal 9|another did not answer"):
             llm.generate(THREE, use_tqdm=False)
 
 

@@ -231,15 +231,19 @@ class Footprint:
     descriptors: int
     memory: int
     shared_memory: int  # touched bytes of Triton's regions
+    zombies: int  # a killed front end stays one until Triton has replaced it
     processes: Counter[str]
 
     @classmethod
     def of(cls, server: Server) -> Footprint:
-        threads = descriptors = memory = 0
+        threads = descriptors = memory = zombies = 0
         names: Counter[str] = Counter()
         for process in [psutil.Process(server.process.pid), *server.descendants()]:
             try:
                 with process.oneshot():
+                    if process.status() == psutil.STATUS_ZOMBIE:
+                        zombies += 1
+                        continue
                     threads += process.num_threads()
                     descriptors += process.num_fds()
                     memory += process.memory_info().rss - process.memory_info().shared
@@ -247,7 +251,7 @@ class Footprint:
             except psutil.Error:
                 continue
         regions = [path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*")]
-        return cls(threads, descriptors, memory, sum(regions), names)
+        return cls(threads, descriptors, memory, sum(regions), zombies, names)
 
     @classmethod
     def settled(cls, server: Server) -> Footprint:
@@ -270,6 +274,7 @@ class Footprint:
                 "descriptors": spare_descriptors,
                 "memory": spare_bytes,
                 "shared_memory": spare_bytes,
+                "zombies": 0,
             }
             grown = {name: getattr(now, name) - getattr(self, name) for name in limits}
             more: dict[str, object] = {name: by for name, by in grown.items() if by > limits[name]}

@@ -100,12 +100,12 @@ class LLM(AbstractContextManager["LLM"]):
         # Called by `close`, when the object is freed or the program ends, and if the rest of the start fails.
         self._end_ranks = weakref.finalize(self, runner.close) if isinstance(runner, RankedRunner) else None
         try:
-            self._begin(runner, skip_tokenizer_init=skip_tokenizer_init)
+            self._make_core(runner, skip_tokenizer_init=skip_tokenizer_init)
         except BaseException:
             self._end_other_ranks()
             raise
 
-    def _begin(self, runner: LoadedRunner, *, skip_tokenizer_init: bool) -> None:
+    def _make_core(self, runner: LoadedRunner, *, skip_tokenizer_init: bool) -> None:
         self.info: EngineInfo = engine_info(runner.info, self.config)
         folder = Path(self.config.tokenizer or self.info.model)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.load(folder, vocab_size=self.info.vocab_size)

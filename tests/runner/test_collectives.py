@@ -66,3 +66,9 @@ def test_a_group_refuses_the_process_of_another_user(
     refusals = [each for each in results if isinstance(each, str)]
     assert bool(refusals) == is_refused
     assert all("a process of another user took the place of a rank" in each for each in refusals)
+
+
+def test_a_group_is_refused_where_the_kernel_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "CONNECTIONS", tmp_path / "missing")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        collectives.check_peers(set())

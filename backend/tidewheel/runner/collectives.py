@@ -77,8 +77,10 @@ def check_peers(inodes: Collection[str]) -> None:
     """
     try:
         rows = [line.split() for line in CONNECTIONS.read_text(encoding="ascii").splitlines()[1:]]
-    except OSError:
-        return
+    except OSError as error:
+        raise ConfigError(
+            f"{CONNECTIONS}, which tells whose processes the ranks are, cannot be read: {error}"
+        ) from None
     sockets = [(row[3], row[1], row[2], row[7], row[9]) for row in rows]
     ports = {local for state, local, _, _, inode in sockets if state == _LISTENS and inode in inodes}
     users = {(local, remote): user for _, local, remote, user, _ in sockets}

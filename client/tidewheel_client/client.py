@@ -8,10 +8,10 @@ from tidewheel_client import concurrent_map, server_pages
 from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient, AsyncSession, Item
 from tidewheel_client.errors import RequestError
-from tidewheel_client.facade import BlockingEvent, Facade, blocking, iterate, signed_as
+from tidewheel_client.facade import BlockingEvent, Facade, blocking, facing, iterate, signed_as
 from tidewheel_client.grpc_transport import GrpcTransport
 from tidewheel_client.http_transport import HttpTransport
-from tidewheel_client.stream import streaming
+from tidewheel_client.stream import Stream
 
 
 class _BlockingClient(AsyncClient):
@@ -41,7 +41,7 @@ class Client(Facade[AsyncClient]):
     def model(self, model: str) -> None:
         self._core.model = model
 
-    stream = streaming(AsyncClient.stream)
+    stream = facing(AsyncClient.stream, Stream)
     generate = blocking(AsyncClient.generate)
     generate_all = blocking(AsyncClient.generate_all)
     chat = blocking(AsyncClient.chat)
@@ -83,7 +83,7 @@ class Session(Facade[AsyncSession]):
     def session_id(self) -> str:
         return self._core.session_id
 
-    stream = streaming(AsyncSession.stream)
+    stream = facing(AsyncSession.stream, Stream)
     generate = blocking(AsyncSession.generate)
     chat = blocking(AsyncSession.chat)
     close = blocking(AsyncSession.close)

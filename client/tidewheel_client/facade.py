@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
+A = TypeVar("A")
 C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,22 +68,20 @@ def signed_as(
     return sign
 
 
-def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Concatenate[Facade[C], P], R]:
+def facing(
+    method: Callable[Concatenate[C, P], A], convert: Callable[[A], R]
+) -> Callable[Concatenate[Facade[C], P], R]:
+    """Return a facade's method, which converts what the core's `method` returns."""
+
     @functools.wraps(method)
     def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return run(method(self._core, *args, **kwargs))
+        return convert(method(self._core, *args, **kwargs))
 
     return call
 
 
-def iterating(
-    method: Callable[Concatenate[C, P], AsyncIterator[R]],
-) -> Callable[Concatenate[Facade[C], P], Iterator[R]]:
-    @functools.wraps(method)
-    def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
-        return iterate(method(self._core, *args, **kwargs))
-
-    return call
+def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Concatenate[Facade[C], P], R]:
+    return facing(method, run)
 
 
 class AsyncEvent(asyncio.Event):

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Concatenate
 
 from tidewheel_client.answers import Chunk, Completion
 from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
-from tidewheel_client.facade import C, Facade, P, WakeEvent, blocking
+from tidewheel_client.facade import Facade, WakeEvent, blocking
 from tidewheel_client.transport import Ask, Transport
 
 _FIRST_WAIT_S = 0.1
@@ -177,11 +175,3 @@ class Stream(Facade[AsyncStream], Iterator[Chunk]):
 
     read = blocking(AsyncStream.read)
     read_all = blocking(AsyncStream.read_all)
-
-
-def streaming(method: Callable[Concatenate[C, P], AsyncStream]) -> Callable[Concatenate[Facade[C], P], Stream]:
-    @functools.wraps(method)
-    def start(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Stream:
-        return Stream(method(self._core, *args, **kwargs))
-
-    return start

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tidewheel_client.errors import Busy, InvalidRequest, NotFound, RequestTimeout
-from tidewheel_client.facade import Facade, blocking, iterating, run, signed_as
+from tidewheel_client.facade import Facade, blocking, facing, iterate, run, signed_as
 from tidewheel_queue.jobs import (
     DeadJob,
     EnqueuedJob,
@@ -215,8 +215,8 @@ class Queue(Facade[AsyncQueue]):
     enqueue = blocking(AsyncQueue.enqueue)
     enqueue_many = blocking(AsyncQueue.enqueue_many)
     result = blocking(AsyncQueue.result)
-    results = iterating(AsyncQueue.results)
-    tokens = iterating(AsyncQueue.tokens)
+    results = facing(AsyncQueue.results, iterate)
+    tokens = facing(AsyncQueue.tokens, iterate)
     cancel = blocking(AsyncQueue.cancel)
     counts = blocking(AsyncQueue.counts)
     dead = blocking(AsyncQueue.dead)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 from unittest import mock
 
 import numpy as np
@@ -20,11 +23,11 @@ from support.engine.faulty_engine import prompt_bytes
 from support.models.tiny_models import llama, prompts, save, save_byte_llama, transformers_tokens
 from tidewheel import LLM, Grammar, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
-from tidewheel.engine import process
 from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.llm import GenerationResult
+from tidewheel.models.causal_lm import Progress, no_progress
 from tidewheel.runner import device, model_runner, rank_group, rank_process
 from tidewheel.runner.rank_group import load_group
 from tidewheel_process.handle import ProcessHandle
@@ -89,7 +92,14 @@ def test_two_processes_give_the_tokens_of_transformers(
     assert [client.recorder.tokens[key] for key in range(4)] == expected
 
 
-@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+TOLD = {
+    (0, signal.SIGKILL): "the engine process ended; it is being started again",
+    (1, signal.SIGKILL): "a step failed: rank 1 ended with signal 9, Killed, and the log may say why",
+    (1, signal.SIGSTOP): "a step failed: rank 0 failed, or another did not answer: .*",
+}
+
+
+@pytest.mark.parametrize(("victim", "number"), TOLD)
 def test_a_rank_that_dies_or_hangs_ends_all_and_all_come_back(
     model: Path, start: Callable[[EngineConfig], Client], victim: int, number: signal.Signals
 ) -> None:
@@ -100,6 +110,7 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_all_come_back(
     os.kill(ranks[victim].pid, number)
     client.recorder.wait_ended(1, limit_s=LIMIT_S)
     assert client.recorder.endings[1] == "TW-ENGINE-DEAD"
+    assert re.fullmatch(TOLD[victim, number], client.recorder.errors[1])
     assert all(rank.wait(LIMIT_S) for rank in ranks)
     check_serves(client, 2)
 
@@ -113,14 +124,28 @@ def test_a_rank_that_dies_while_idle_ends_all(model: Path, start: Callable[[Engi
     check_serves(client, 2)
 
 
-def test_a_loop_that_waits_for_a_dead_rank_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait for a GPU, in which another rank's operation is missing, returns never."""
-    calls: list[object] = []
-    runner = mock.Mock(wait_failed=lambda: calls.append("rank ended"))
-    monkeypatch.setattr(process, "AFTER_RANK_S", 0.0)
-    monkeypatch.setattr(process, "exit_now", calls.append)
-    process.end_after_ranks(runner)
-    assert calls == ["rank ended", process.EXIT_CRASHED]
+@pytest.mark.parametrize(("progress", "codes"), [(no_progress, [1]), (None, [])])
+def test_a_load_or_loop_that_waits_for_a_dead_rank_is_ended(
+    model: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress | None, codes: list[int]
+) -> None:
+    """A wait for a GPU without the other rank's operation returns never; a program of a user is not ended."""
+    exits = list[int]()
+    monkeypatch.setattr(rank_group, "AFTER_RANK_S", 0.0)
+    monkeypatch.setattr(rank_group.os, "_exit", exits.append)
+
+    def joined(*_: object) -> NoReturn:
+        """Lose the other rank where this one would wait for it."""
+        psutil.Process().children()[0].kill()
+        for thread in threading.enumerate():
+            if thread.name.startswith("rank"):
+                thread.join(LIMIT_S)
+        assert exits == codes
+        raise RuntimeError
+
+    monkeypatch.setattr(rank_group, "join_group", joined)
+    with pytest.raises(ConfigError, match="rank 1 ended with signal 9"):
+        load_group(config_of(model), progress)
+    assert exits == codes
 
 
 def test_collections_of_a_rank_skip_what_loading_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,6 @@ class RankedRunner(LoadedRunner, Protocol):
     def check(self) -> None:
         """Raise `InternalError` if one of them has ended."""
 
-    def wait_failed(self) -> None:
-        """Wait until one of them ends."""
-
     def close(self) -> None:
         """End the processes other than this one."""
 
@@ -57,7 +54,10 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
-    """Load the model. Imports torch here, because that takes seconds."""
+    """Load the model. Imports torch here, because that takes seconds.
+
+    `progress`: of an engine's process, which ends with any of its ranks; None in another program.
+    """
     if config.kind != "text":
         if progress is not None:
             progress("load", 0.0)

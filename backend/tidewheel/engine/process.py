@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,12 +33,11 @@ from tidewheel.engine.device_arbiter import DEVICES, UnsharedDevice, share_devic
 from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
-from tidewheel.errors import ConfigError, Draining, EngineDead, PermanentError
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError
 from tidewheel_process.locked_folder import try_lock
 
 log = logging.getLogger(__name__)
 
-AFTER_RANK_S = 1.5  # in which the loop may end the process itself after the end of another rank
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0
 
@@ -133,8 +131,6 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
             beat=Heartbeat(status.engine_dir).beat,
             arbiter=arbiter,
         )
-        if isinstance(runner, RankedRunner):
-            threading.Thread(target=end_after_ranks, args=(runner,), name="ranks", daemon=True).start()
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made
         status.update(state="ready", stage="", fraction=1.0, info=info)
@@ -145,20 +141,15 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
             log.exception("a step failed; every request ends")
             log.error("engine died: %s: %s", type(error).__name__, error)
             status.update(state="crashed", message=str(error))  # before the last answers, so that no client returns
-            server.end_all(EngineDead(f"a step failed: {type(error).__name__}", retry_after_ms=RETRY_AFTER_MS))
+            reason = type(error).__name__
+            if isinstance(runner, RankedRunner) and isinstance(error, InternalError):  # its message holds no path
+                reason = error.message
+            server.end_all(EngineDead(f"a step failed: {reason}", retry_after_ms=RETRY_AFTER_MS))
             return EXIT_CRASHED
         log.info("engine ends: %s", reason)
         status.update(state="stopped", message=reason)
         server.end_all(Draining("the engine was stopped"))
     return 0
-
-
-def end_after_ranks(runner: RankedRunner) -> None:
-    """End this process if its loop has not ended it soon after the end of another rank."""
-    runner.wait_failed()
-    time.sleep(AFTER_RANK_S)
-    log.error("engine died: it waits for a rank that has ended")
-    exit_now(EXIT_CRASHED)
 
 
 @contextlib.contextmanager

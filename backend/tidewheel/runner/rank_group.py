@@ -7,6 +7,8 @@ The engine's process is rank 0: it schedules, samples, and sends each step to th
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import signal
 import socket
 import struct
@@ -33,10 +35,13 @@ from tidewheel.runner.sampler import PendingStep
 from tidewheel.runner.step_messages import decode_step, encode_step, without_rows
 from tidewheel_process.child import Child
 
+log = logging.getLogger(__name__)
+
 JOINS = b"\n"  # first byte from a rank, when it is about to join the group
 HANG_S = 1.5  # longest wait for another rank inside a step
 GPU_HANG_S = 60.0  # longest time of an operation on a GPU, with the steps that are queued before it
 END_S = 0.1  # from a failed operation to the end of the rank that caused it
+AFTER_RANK_S = 1.5  # in which an engine may end itself after the end of another rank
 _LENGTH = struct.Struct("<I")
 
 
@@ -104,15 +109,20 @@ class RankProcess:
 class RankGroup:
     """Processes of ranks 1 and up."""
 
-    def __init__(self, config: EngineConfig, rendezvous: Path) -> None:
-        """Start them, and wait until they are about to join the group. Raise `ConfigError`."""
-        self._ended = threading.Event()
+    def __init__(self, config: EngineConfig, rendezvous: Path, *, is_engine: bool) -> None:
+        """Start them, and wait until they are about to join the group. Raise `ConfigError`.
+
+        `is_engine`: this process serves requests alone, and ends with any rank.
+        """
+        self._ended, self._closing = threading.Event(), threading.Event()
         self._processes: list[RankProcess] = []
         try:
             self._start(config, rendezvous)
         except BaseException:
             self.close()
             raise
+        if is_engine:
+            threading.Thread(target=self._end_engine, name="ranks", daemon=True).start()
 
     def _start(self, config: EngineConfig, rendezvous: Path) -> None:
         for rank in range(1, config.tensor_parallel_size):
@@ -124,6 +134,13 @@ class RankGroup:
             process.wait_joining()
         if reason := self.failure():
             raise ConfigError(reason)
+
+    def _end_engine(self) -> None:
+        """End this process if it has not ended soon after another rank, for whose operation it may wait for ever."""
+        reason = self.failure(None)
+        if not self._closing.wait(AFTER_RANK_S):
+            log.error("engine died: %s", reason)
+            os._exit(1)
 
     def send(self, message: bytes) -> None:
         """Send a message that each rank gets by `receive`."""
@@ -144,6 +161,7 @@ class RankGroup:
 
     def close(self) -> None:
         """End the processes."""
+        self._closing.set()
         self.kill()
         for process in self._processes:
             process.wait()
@@ -158,11 +176,6 @@ class LeaderRunner(ModelRunner):
         """Raise `InternalError` if another rank has ended."""
         if self.group is not None and (reason := self.group.failure()):
             raise InternalError(reason)
-
-    def wait_failed(self) -> None:
-        """Wait until another rank ends."""
-        if self.group is not None:
-            self.group.failure(None)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -218,11 +231,14 @@ def receive(stream: BinaryIO) -> bytes | None:
 
 
 def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
-    """Start the other ranks, and load this one's part. Raise `ConfigError`."""
+    """Start the other ranks, and load this one's part. Raise `ConfigError`.
+
+    `progress`: of an engine's process; None in another program, which outlives a failed group.
+    """
     check_ranks_fit(config)
     with tempfile.TemporaryDirectory(prefix="tidewheel-ranks-") as folder:
         rendezvous = Path(folder) / "rendezvous"
-        group = RankGroup(config, rendezvous)
+        group = RankGroup(config, rendezvous, is_engine=progress is not None)
         try:
             collectives = join_group(config, 0, rendezvous)
             runner = LeaderRunner.load(config, progress, Shard(0, config.tensor_parallel_size, collectives))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ELEMENT_BYTES = 2
 
@@ -48,6 +48,17 @@ SHAPES = {
     "qwen3-8b": Shape(4096, 36, 12_288, 32, 8, 128, 151_936, False, True, 1e6),
     "llama-3.1-8b": Shape(4096, 32, 14_336, 32, 8, 128, 128_256, False, False, 5e5, 131_072),
 }
+
+
+def part_of(shape: Shape, num_ranks: int) -> Shape:
+    """Return what a rank holds of a shape; several ranks hold the same key-value head if there are too few."""
+    return replace(
+        shape,
+        intermediate=shape.intermediate // num_ranks,
+        heads=shape.heads // num_ranks,
+        kv_heads=max(shape.kv_heads // num_ranks, 1),
+        vocab=shape.vocab // num_ranks,
+    )
 
 
 @dataclass(frozen=True, slots=True)

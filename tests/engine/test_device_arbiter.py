@@ -15,10 +15,8 @@ import zmq
 from tidewheel.config import EngineConfig
 from tidewheel.engine import device_arbiter
 from tidewheel.engine.device_arbiter import DeviceArbiter, DeviceShare, UnsharedDevice, share_device
-from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.settings import MIB
 
 CRITICAL, HIGH, NORMAL, LOW = (int(one) for one in Priority)
 TICK_S = 0.0005
@@ -199,32 +197,6 @@ def test_a_language_model_is_cut_only_beside_a_better_class(device: Device) -> N
     assert text.arbiter.slice_s is None
 
 
-def test_memory_shares_are_at_most_the_device(device: Device) -> None:
-    device.join("a", memory=0.6)
-    with pytest.raises(ConfigError, match=r"device_memory_share is 0\.5: with 0\.6 of a"):
-        device.join("b", memory=0.5)
-    device.join("a", memory=0.6)  # follows the engine of its model
-    device.join("undeclared")
-    device.engines.pop(0).arbiter.close()
-    device.engines.pop(0).arbiter.close()
-    device.join("b", memory=0.5)
-
-
-def test_an_engine_takes_no_more_than_its_share(tmp_path: Path) -> None:
-    info = RunnerInfo(
-        model="m", architecture="a", device="NVIDIA", dtype="", vocab_size=1, max_model_len=1, max_num_seqs=1,
-        max_num_batched_tokens=1, block_size=1, weights_bytes=600 * MIB, kv_cache_bytes=300 * MIB,
-        device_bytes=1000 * MIB,
-    )  # fmt: skip
-    for part, fits in ((0.9, True), (0.8, False), (None, True)):
-        config = EngineConfig(model="m", device_memory_share=part)
-        if fits:
-            share_device(config, info, tmp_path / "d", "m").close()
-            continue
-        with pytest.raises(ConfigError, match=r"device_memory_share is 0\.8 .* takes 900"):
-            share_device(config, info, tmp_path / "d", "m")
-
-
 INFO = RunnerInfo(
     model="m", architecture="a", device="cpu (2 threads)", dtype="", vocab_size=1, max_model_len=1,
     max_num_seqs=1, max_num_batched_tokens=1, block_size=1, weights_bytes=1,
@@ -233,15 +205,11 @@ INFO = RunnerInfo(
 
 def test_all_ranks_of_an_engine_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_arbiter.os, "sched_getaffinity", lambda _pid: range(8))
-    monkeypatch.setattr(device_arbiter, "total_host_bytes", lambda: 1000 * MIB)
-    monkeypatch.setattr(device_arbiter, "resident_bytes", lambda _pid: 300 * MIB)
     shares: list[DeviceShare] = []
     monkeypatch.setattr(device_arbiter, "DeviceArbiter", lambda _base, share: shares.append(share))
     for num_ranks in (1, 2, 8):
         share_device(EngineConfig(model="m", tensor_parallel_size=num_ranks), INFO, tmp_path / "d", "m")
     assert [share.cores for share in shares] == [0.25, 0.5, 1.0]
-    with pytest.raises(ConfigError, match=r"device_memory_share is 0\.5 .* takes 600"):
-        share_device(EngineConfig(model="m", tensor_parallel_size=2, device_memory_share=0.5), INFO, tmp_path, "m")
 
 
 def test_an_open_folder_only_ends_turns(tmp_path: Path) -> None:

@@ -186,6 +186,9 @@ def test_memory_of_a_gpu_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "gpu_memory_utilization 0.8 of 1000 MiB (400 are taken, 150 of them by CUDA itself and other programs, "
         "and steps and graphs need 150)"
     )
+    limited = gpu_budget(EngineConfig(model="m", device_memory_share=0.5), {"steps and graphs": 150 * MIB}, CPU)
+    assert (limited.bytes, limited.setting, limited.is_of_gpu) == (100 * MIB, "device_memory_share", True)
+    assert limited.least_setting(200 * MIB) == 0.6
 
 
 class Steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,6 +23,7 @@ from tidewheel.runner.kv_tensors import (
     cpu_budget,
     decide_size,
     full_bytes,
+    limited_budget,
 )
 from tidewheel.settings import GIB, MIB
 from tidewheel_kernels.kv_cache.codes import scales_behind
@@ -124,6 +126,45 @@ def test_an_automatic_cache_leaves_memory_to_the_second_front_end(
     claim.spare.return_value = SpareMemory(GIB, 1)
     loading.cache_budget(EngineConfig(model="m", kv_cache_memory_mb=setting), LAYOUT, 64, {"weights": 5}, CPU, claim)
     claim.spare.assert_called_once_with(left, 5)
+
+
+def test_a_limit_bounds_weights_steps_and_cache_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "available_host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(loading, "total_host_bytes", lambda: 10 * GIB)
+
+    def budget(free: int = 9 * GIB, **settings: Any) -> MemoryBudget:
+        claim = mock.create_autospec(MemoryClaim, base=GIB)
+        claim.spare.return_value = SpareMemory(free, 1)
+        config = EngineConfig(model="m", **settings)
+        return loading.cache_budget(config, LAYOUT, 1 << 40, {"weights": GIB}, CPU, claim)
+
+    by_share = budget(device_memory_share=0.5)
+    assert by_share.bytes == 3 * GIB
+    assert by_share.source == "device_memory_share 0.5 (5.0 GiB, 2.0 GiB of them beside the cache)"
+    assert by_share.least_setting(4 * GIB) == 0.6 and by_share.least_setting(10 * GIB) is None
+    by_size = budget(device_memory_mb=5 << 10)
+    assert (by_size.bytes, by_size.least_setting(4 * GIB)) == (3 * GIB, 6 << 10)
+    of_ranks = budget(device_memory_mb=8 << 10, tensor_parallel_size=2)
+    assert (of_ranks.bytes, of_ranks.least_setting(3 * GIB)) == (2 * GIB, 10 << 10)
+    least = budget(device_memory_share=0.8, tensor_parallel_size=2).least_setting(5 * GIB // 2)
+    assert least == pytest.approx(0.9, abs=0.011)
+    assert "for 2 ranks" in of_ranks.source
+    scarce = budget(GIB, device_memory_share=0.5)
+    assert (scarce.bytes, scarce.source, scarce.least_setting(2 * GIB)) == (
+        GIB, "the 1.0 GiB of memory to spare", None,
+    )  # fmt: skip
+    assert budget(device_memory_share=0.5, kv_cache_memory_mb=7).source == "kv_cache_memory_mb 7"
+
+
+def test_a_limit_that_holds_no_request_says_which_would() -> None:
+    limit = EngineConfig(model="m", device_memory_mb=10).memory_limit(GIB)
+    assert limit is not None
+    with pytest.raises(ConfigError) as caught:
+        decide_size(None, limited_budget(limit, 10 * MIB, GIB), LAYOUT, 1024)
+    assert str(caught.value) == (
+        "max_model_len is 1024, but device_memory_mb 10 (10 MiB, 10 MiB of them beside the cache) gives a KV cache "
+        "of 0 tokens: raise device_memory_mb to at least 11 (64 blocks of 16 tokens need 1 MiB)"
+    )
 
 
 QWEN = ModelShape(28, 8, 128, 151_936, 1024, 3072)  # Qwen3-0.6B

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tidewheel.runner import host_memory
+from tidewheel.runner import host_memory, process_records
 from tidewheel.runner.host_memory import ClaimRecord, MemoryClaim, SpareMemory, spare_memory
 from tidewheel.settings import GIB
 
@@ -93,8 +93,10 @@ def test_a_cache_with_a_size_is_compared_with_what_is_free_now() -> None:
 
 def test_a_process_sees_the_claims_of_others_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # engines of earlier tests in this process, which would go meanwhile
-    read, known = host_memory._read_claim, {str(os.getpid())}  # engines of other tests come and go
-    monkeypatch.setattr(host_memory, "_read_claim", lambda link: read(link) if link.parts[2] in known else None)
+    read, known = process_records._read, {str(os.getpid())}  # engines of other tests come and go
+    monkeypatch.setattr(
+        process_records, "_read", lambda link, *kind: read(link, *kind) if link.parts[2] in known else None
+    )
     mine = MemoryClaim(takes_share=True, others=0)
     alone = mine.spare(100 * GIB, 0)
     with subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -108,6 +110,11 @@ def test_a_process_sees_the_claims_of_others_until_they_end(monkeypatch: pytest.
     del later
     gc.collect()
     assert mine.spare(100 * GIB, 0).num_engines == alone.num_engines
+
+
+def test_ranks_share_what_is_free_for_caches_of_a_fixed_size() -> None:
+    spare = MemoryClaim(takes_share=False, others=0, num_ranks=4).spare(4 * GIB, 0)
+    assert spare == (GIB, 1)
 
 
 def test_without_memfds_an_engine_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:

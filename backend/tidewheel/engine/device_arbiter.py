@@ -22,16 +22,13 @@ import numpy as np
 import zmq
 
 from tidewheel.config import EngineConfig
-from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
-from tidewheel.runner.host_memory import resident_bytes, total_host_bytes
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.settings import shown_bytes
 from tidewheel_process.locked_folder import FolderError, flock, make_private, try_lock
 
 log = logging.getLogger(__name__)
 
-DEVICES = Path(f"/dev/shm/tidewheel-{os.getuid()}-devices-1")  # noqa: S108 - mode 0700; the number is of the layout
+DEVICES = Path(f"/dev/shm/tidewheel-{os.getuid()}-devices-2")  # noqa: S108 - mode 0700; the number is of the layout
 MAX_ENGINES = 32
 JOIN_LIMIT_S = 5.0
 LOOK_S = 1.0  # between looks for engines that ended
@@ -47,7 +44,6 @@ _ROW = np.dtype(
     [
         ("name", "S64"),  # of the model's folder; empty: a free row
         ("cores", "f8"),  # part of the device that a step takes
-        ("memory", "f8"),  # part of the device's memory; 0: not declared
         ("class", "i8"),  # best one, when the engine last looked
         ("waits", "i8"),  # its class while it waits; else 0
         ("since", "f8"),
@@ -88,7 +84,6 @@ class DeviceShare(NamedTuple):
     cores: float = 1.0  # part of the device that a step takes; 0: the engine takes no turns
     weight: float = 1.0
     slice_s: float = 0.02
-    memory: float = 0.0  # part of the device's memory; 0: not declared
     is_one_shot: bool = False
 
 
@@ -101,7 +96,7 @@ class DeviceArbiter(UnsharedDevice):
     """
 
     def __init__(self, base: Path, share: DeviceShare, clock: Callable[[], float] = time.monotonic) -> None:
-        """`base`: path of the device's files, without suffix. Raise OSError, or `ConfigError` for too much memory."""
+        """`base`: path of the device's files, without suffix. Raise OSError."""
         self._base, self._share, self._clock = base, share, clock
         self._is_shared = self._holds = False
         self._next_look = self._began = 0.0
@@ -115,7 +110,7 @@ class DeviceArbiter(UnsharedDevice):
             os.mkfifo(self._pipe_path(self._row), 0o600)
             self._pipe = os.open(self._pipe_path(self._row), os.O_RDWR | os.O_NONBLOCK)
             self._turn = base.with_suffix(".turn").open("ab")
-            self._rows[self._row] = (share.name.encode(), share.cores, share.memory, 0, 0, 0.0, 0.0, 0.0, 0.0)
+            self._rows[self._row] = (share.name.encode(), share.cores, 0, 0, 0.0, 0.0, 0.0, 0.0)
             self._header["num_changes"] += 1
             self._num_changes = -1
 
@@ -214,7 +209,7 @@ class DeviceArbiter(UnsharedDevice):
 
     def _rank(self, row: int, now: float) -> tuple[float, float, int]:
         """Return class, use and row of an engine; `_LAST` if it does not wait, or has stopped looking."""
-        _, _, _, _, waits, since, seen, _, used_s = self._rows.item(row)
+        _, _, _, waits, since, seen, _, used_s = self._rows.item(row)
         if not waits or seen < now - STALE_S:
             return _LAST
         return max(waits - (now - since) // AGEING_S, Priority.CRITICAL), used_s, row
@@ -250,18 +245,8 @@ class DeviceArbiter(UnsharedDevice):
         return [row for row, name in enumerate(names) if name and row != self._row and self._wake(row)]
 
     def _free_row(self) -> int:
-        self._row, share = -1, self._share
+        self._row = -1
         others = self._others()
-        memory = {
-            name: part
-            for name, part in self._rows[["name", "memory"]][others].tolist()
-            if part and name != share.name.encode()  # an engine may follow another of its model
-        }
-        if share.memory and sum(memory.values()) + share.memory > 1.0:
-            taken = " and ".join(f"{part:g} of {name.decode()}" for name, part in memory.items())
-            raise ConfigError(
-                f"device_memory_share is {share.memory:g}: with {taken} it is more than the device has; lower it"
-            )
         free = [row for row in range(MAX_ENGINES) if row not in others]
         return free[0] if free else _refuse(f"{MAX_ENGINES} engines share it already")
 
@@ -270,26 +255,14 @@ class DeviceArbiter(UnsharedDevice):
 
 
 def share_device(config: EngineConfig, info: RunnerInfo, folder: Path, name: str) -> UnsharedDevice:
-    """Join the engines of a model's device. Raise `ConfigError` if its memory exceeds its share, or all shares 1.
-
-    `folder`: of the tables; `name`: of the model's folder.
-    """
-    is_cpu, memory = info.device.startswith("cpu"), config.device_memory_share or 0.0
-    taken = info.weights_bytes + info.activation_bytes + info.kv_cache_bytes + info.graph_bytes
-    ranks_of_device = config.tensor_parallel_size if is_cpu else 1  # a rank has a GPU of its own
-    taken = ranks_of_device * max(taken, resident_bytes(os.getpid()) if is_cpu else 0)
-    total = total_host_bytes() if is_cpu else info.device_bytes
-    if memory and total and taken > memory * total:
-        raise ConfigError(
-            f"device_memory_share is {memory:g} of {shown_bytes(total)}, and the engine takes {shown_bytes(taken)}: "
-            "raise it, or lower kv_cache_memory_mb or gpu_memory_utilization"
-        )
+    """Join the engines of a model's device. `folder`: of the tables; `name`: of the model's folder."""
+    is_cpu = info.device.startswith("cpu")
     number = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]) or "0"
     threads, slice_s = re.search(r"\d+", info.device) if is_cpu else None, 1e-3 * config.device_slice_ms
-    num_threads = ranks_of_device * int(threads.group()) if threads else 0
+    num_threads = config.tensor_parallel_size * int(threads.group()) if threads else 0
     cores = min(num_threads / len(os.sched_getaffinity(0)), 1.0) if threads else 1.0
     share = DeviceShare(
-        name, cores if slice_s else 0.0, config.device_weight, slice_s, memory, is_one_shot=config.kind != "text"
+        name, cores if slice_s else 0.0, config.device_weight, slice_s, is_one_shot=config.kind != "text"
     )
     try:
         base = make_private(folder, "it is removed") / ("cpu" if is_cpu else f"cuda-{number}")

@@ -30,6 +30,7 @@ from tidewheel.engine.build import (
     load_model_runner,
 )
 from tidewheel.engine.device_arbiter import DEVICES, UnsharedDevice, share_device
+from tidewheel.engine.device_memory import DeviceMemory
 from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
@@ -94,8 +95,9 @@ def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, identity: st
         status = StatusFile(engine_dir, config.to_settings(), identity)
         status.update()
         try:
+            memory, name = DeviceMemory(config, engine_dir.parent / folder.CURRENT), engine_dir.parent.name
             runner = load(config, status.progress)
-            name = engine_dir.parent.name
+            memory.hold(runner.info)
             arbiter = UnsharedDevice() if config.is_remote else share_device(config, runner.info, DEVICES, name)
             with contextlib.closing(arbiter):
                 return _serve_loaded(config, runner, status, arbiter)

@@ -1,22 +1,21 @@
 """Free host memory, and the claims by which engines share it.
 
-Linux counts memory once it is written, and a cache fills slowly. So each engine writes a claim to a memfd, which
-others find in /proc until the engine ends.
+Linux counts memory once it is written, and a cache fills slowly. So each engine shows others a claim until it ends.
 """
 
 from __future__ import annotations
 
 import ctypes
-import glob
-import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
+
+from tidewheel.runner.process_records import ProcessRecord, shown_records
 
 # glibc's mallopt(3)
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -85,10 +84,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-log = logging.getLogger(__name__)
-
 _NAME = "tidewheel-memory"
-_SIZE = 512  # bytes
 _LEAST_SHARE = 4  # a new engine gets at least 1 / 4 of free memory
 _PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -111,31 +107,25 @@ class SpareMemory(NamedTuple):
 
 
 class MemoryClaim:
-    def __init__(self, *, takes_share: bool, others: int) -> None:
-        self._claim = ClaimRecord(
-            os.getpid(), resident_bytes(os.getpid()), others, takes_share=takes_share, began=time.monotonic_ns()
-        )
-        self._file: IO[bytes] | None = None
-        try:
-            self._file = os.fdopen(os.memfd_create(_NAME), "wb", buffering=0)
-        except OSError as error:
-            log.info("other engines cannot see what memory this one needs: %s", error)
-        self._write()
+    def __init__(self, *, takes_share: bool, others: int, num_ranks: int = 1) -> None:
+        """`num_ranks`: those of the engine, which share the memory."""
+        self.base, self._num_ranks = resident_bytes(os.getpid()), num_ranks
+        self._claim = ClaimRecord(os.getpid(), self.base, others, takes_share=takes_share, began=time.monotonic_ns())
+        self._record = ProcessRecord[ClaimRecord](_NAME)
+        self._record.write(self._claim)
 
     def spare(self, available: int, others: int) -> SpareMemory:
         """Return the cache's part of `available` bytes; `others`: weights, activations, host tier."""
         self._claim = msgspec.structs.replace(self._claim, others=others)
+        if self._claim.takes_share:  # the claims of other ranks are among those that share
+            return spare_memory(self._claim, _claims(self._claim), available)
         # A fixed cache is compared with free memory: other claims may stay unused.
-        claims = _claims(self._claim) if self._claim.takes_share else {self._claim.pid: [self._claim]}
-        return spare_memory(self._claim, claims, available)
+        spare = spare_memory(self._claim, {self._claim.pid: [self._claim]}, available)
+        return spare._replace(bytes=spare.bytes // self._num_ranks)
 
     def take(self, cache: int) -> None:
         self._claim = msgspec.structs.replace(self._claim, cache=cache, sized=time.monotonic_ns())
-        self._write()
-
-    def _write(self) -> None:
-        if self._file is not None:
-            os.pwrite(self._file.fileno(), msgspec.json.encode(self._claim).ljust(_SIZE), 0)
+        self._record.write(self._claim)
 
 
 def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
@@ -169,24 +159,7 @@ def resident_bytes(pid: int) -> int:
 
 def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
     found = defaultdict(list, {mine.pid: [mine]})
-    for link in map(Path, glob.iglob("/proc/[0-9]*/fd/*")):  # noqa: PTH207  # Path.glob raises when a process ends
-        claim = _read_claim(link)
-        # A forked process may have inherited a claim: its name is the parent's.
-        if (
-            claim is not None
-            and str(claim.pid) == link.parts[2]
-            and (claim.pid, claim.began) != (mine.pid, mine.began)
-        ):
+    for claim in shown_records(_NAME, ClaimRecord):
+        if (claim.pid, claim.began) != (mine.pid, mine.began):
             found[claim.pid].append(claim)
     return found
-
-
-def _read_claim(link: Path) -> ClaimRecord | None:
-    """Return a claim of this user; others could forge claims."""
-    try:
-        if not str(link.readlink()).startswith(f"/memfd:{_NAME}") or link.lstat().st_uid != os.getuid():
-            return None
-        with os.fdopen(os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-            return msgspec.json.decode(file.read(_SIZE), type=ClaimRecord)
-    except (OSError, msgspec.MsgspecError):
-        return None

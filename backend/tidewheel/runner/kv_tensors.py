@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array
-from tidewheel.config import EngineConfig
+from tidewheel.config import EngineConfig, MemoryLimit
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, ForwardInput, KVLayer, ModelShape
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
@@ -44,16 +44,23 @@ class MemoryBudget(NamedTuple):
     bytes: int
     source: str  # e.g. "kv_cache_memory_mb 512"
     setting: str
-    gpu_bytes: int | None = None  # memory of which `setting` is a fraction; None: `setting` is in MiB
+    device_bytes: int | None = None  # memory of which `setting` is a fraction; None: `setting` is in MiB
     fraction: float = 0.0
     host_bytes: int | None = None  # bound of a CPU cache
+    beside: int = 0  # other bytes that `setting` counts
+    num_ranks: int = 1  # that share `setting`
+
+    @property
+    def is_of_gpu(self) -> bool:
+        return self.device_bytes is not None and self.host_bytes is None
 
     def least_setting(self, num_bytes: int) -> float | None:
-        """Return the least `setting` (MiB, or GPU fraction) for `num_bytes`, if any."""
-        if self.gpu_bytes is None:
-            fits = self.host_bytes is None or num_bytes <= self.host_bytes
-            return -(-num_bytes // MIB) if fits else None
-        fraction = self.fraction + (num_bytes - self.bytes) / self.gpu_bytes
+        """Return the least `setting` (MiB, or fraction) for `num_bytes`, if any."""
+        if self.host_bytes is not None and num_bytes > self.host_bytes:
+            return None
+        if self.device_bytes is None:
+            return -(-self.num_ranks * (num_bytes + self.beside) // MIB)
+        fraction = self.fraction + (num_bytes - self.bytes) / self.device_bytes
         rounded = math.ceil(100 * fraction) / 100
         return rounded if rounded <= MOST_OF_A_GPU else None
 
@@ -69,20 +76,47 @@ def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) ->
     return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.block_bytes
 
 
-def cpu_budget(config: EngineConfig, spare: SpareMemory | None, most_bytes: int) -> MemoryBudget:
-    """Return `kv_cache_memory_mb` if set, else half of `spare` (GPU: None), at most max(`most_bytes`, 512 MiB)."""
+def cpu_budget(
+    config: EngineConfig, spare: SpareMemory | None, most_bytes: int, limited: MemoryBudget | None = None
+) -> MemoryBudget:
+    """Return `kv_cache_memory_mb` if set, else `limited`, or half of `spare`, at most max(`most_bytes`, 512 MiB).
+
+    `spare`: None on a GPU. `limited`: None without a limit of the device's memory.
+    """
     setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
     megabytes = config.kv_cache_memory_mb
     if megabytes is not None:
         return MemoryBudget(megabytes * MIB, f"{setting} {megabytes}", setting, host_bytes=free)
     assert spare is not None
     most, half = max(most_bytes, LEAST_FULL_BYTES), spare.bytes // 2
-    if most <= half:
+    if most <= (half if limited is None else limited.bytes):
         return MemoryBudget(most, f"all that max_num_seqs {config.max_num_seqs} can use", setting, host_bytes=free)
+    if limited is not None:
+        return limited
     source = f"half of the {shown_bytes(spare.bytes)} of memory to spare"
     if spare.num_engines > 1:
         source += f" for each of {spare.num_engines} engines that load"
     return MemoryBudget(half, source, setting, host_bytes=free)
+
+
+def limited_budget(
+    limit: MemoryLimit, beside: int, free: int, *, num_ranks: int = 1, is_of_gpu: bool = False
+) -> MemoryBudget:
+    """Return what a limit of the device's memory leaves for a rank's cache, at most the `free` bytes.
+
+    `beside`: bytes of the rank other than the cache. `num_ranks`: those that share the device.
+    """
+    allowed, host_bytes = limit.bytes // num_ranks - beside, None if is_of_gpu else free
+    if allowed > free:
+        return MemoryBudget(
+            free, f"the {shown_bytes(max(free, 0))} of memory to spare", limit.setting, host_bytes=free
+        )
+    of_ranks = f" for {num_ranks} ranks" if num_ranks > 1 else ""
+    source = f"{limit.setting} {limit.value:g} ({shown_bytes(limit.bytes)}{of_ranks}, "
+    source += f"{shown_bytes(num_ranks * beside)} of them beside the cache)"
+    device_bytes = limit.device_bytes // num_ranks if limit.is_share else None
+    fraction = limit.value if limit.is_share else 0.0
+    return MemoryBudget(allowed, source, limit.setting, device_bytes, fraction, host_bytes, beside, num_ranks)
 
 
 def decide_size(
@@ -115,7 +149,7 @@ def decide_size(
         return CacheSize(num_blocks, max_model_len, source)
     need = f"{needed} blocks of {layout.block_size} tokens need {-(-needed * layout.block_bytes // MIB)} MiB"
     ways = [f"raise {setting} to at least {least:g}"] if least is not None else []
-    larger = f"use a {'machine with more memory' if budget.gpu_bytes is None else 'larger GPU'}"
+    larger = f"use a {'larger GPU' if budget.is_of_gpu else 'machine with more memory'}"
     if may_shorten and tokens:
         shortened = (
             f"max_model_len is {tokens} of a context of {max_model_len} tokens, because {source} gives no larger "

@@ -21,7 +21,7 @@ from tidewheel.models.shard import Shard
 from tidewheel.models.whisper import Whisper
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
 from tidewheel.runner.encoder_cache import EncoderCache
-from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory
+from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory, total_host_bytes
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
@@ -32,6 +32,7 @@ from tidewheel.runner.kv_tensors import (
     cpu_budget,
     decide_size,
     full_bytes,
+    limited_budget,
     with_scales,
 )
 from tidewheel.runner.profiling import StepMemory, gpu_budget
@@ -87,7 +88,8 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
     source = plan.open_source()
     num_bytes = plan.check_fits(source)
     if device.type == "cpu":
-        claim = MemoryClaim(takes_share=config.has_automatic_cache, others=num_bytes)
+        takes_share = config.has_automatic_cache and config.memory_limit(0) is None
+        claim = MemoryClaim(takes_share=takes_share, others=num_bytes, num_ranks=shard.num_ranks)
     model = load_model(plan, source, stages)
     if device.type == "cpu":
         keep_freed_memory()
@@ -191,8 +193,12 @@ def cache_budget(
     if device.type == "cuda" and config.kv_cache_memory_mb is None:
         return gpu_budget(config, needs, device)
     later = FRONT_END_BYTES if config.kv_cache_memory_mb is None else 0
-    spare = None if claim is None else claim.spare(max(available_host_bytes() - later, 0), sum(needs.values()))
-    return cpu_budget(config, spare, full_bytes(config, layout, max_model_len))
+    spare, limited, taken = None, None, sum(needs.values())
+    if claim is not None:
+        spare = claim.spare(max(available_host_bytes() - later, 0), taken)
+        if (limit := config.memory_limit(total_host_bytes())) is not None:
+            limited = limited_budget(limit, claim.base + taken, spare.bytes, num_ranks=config.tensor_parallel_size)
+    return cpu_budget(config, spare, full_bytes(config, layout, max_model_len), limited)
 
 
 def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget: MemoryBudget) -> KVTensors:

@@ -14,7 +14,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.kv_tensors import MemoryBudget
+from tidewheel.runner.kv_tensors import MemoryBudget, limited_budget
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE
 from tidewheel.settings import MIB
 
@@ -90,15 +90,18 @@ def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
 
 
 def gpu_budget(config: EngineConfig, needs: Mapping[str, int], device: torch.device) -> MemoryBudget:
-    """Return what `gpu_memory_utilization` leaves for the cache. `needs`: other bytes by name, not taken yet."""
+    """Return what a limit, or `gpu_memory_utilization`, leaves for the cache. `needs`: other bytes, not taken yet."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    own, coming = torch.cuda.memory_reserved(device), sum(needs.values())
+    if (limit := config.memory_limit(total)) is not None:
+        return limited_budget(limit, own + coming, free - coming, is_of_gpu=True)
     fraction, taken = config.gpu_memory_utilization, total - free
-    others = taken - torch.cuda.memory_reserved(device)
+    others = taken - own
     needed = " and ".join(f"{name} need {size // MIB}" for name, size in needs.items())
     source = (
         f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {others // MIB} of them "
         f"by CUDA itself and other programs, and {needed})"
     )
-    allowed = int(total * fraction) - taken - sum(needs.values())
+    allowed = int(total * fraction) - taken - coming
     return MemoryBudget(allowed, source, "gpu_memory_utilization", total, fraction)

@@ -17,7 +17,7 @@ class HeaderError(ValueError):
 
 
 @contextlib.contextmanager
-def as_config_error(path: Path, kind: str) -> Iterator[None]:
+def as_config_error(path: Path, kind: str = "weight") -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.file_headers import as_config_error
 from tidewheel.models.linear import GroupFormat
 from tidewheel.models.shard import TensorPart
 
@@ -185,7 +186,7 @@ def stream_chunks(chunks: Sequence[FileChunk], load: LoadChunk, done: BytesRead)
     with contextlib.ExitStack() as stack:
         descriptors: dict[Path, int] = {}
         for path in dict.fromkeys(chunk.file for chunk in chunks):
-            with _as_config_error(path):
+            with as_config_error(path):
                 descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, descriptors[path])
             os.posix_fadvise(descriptors[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -203,17 +204,9 @@ def stream_chunks(chunks: Sequence[FileChunk], load: LoadChunk, done: BytesRead)
 
 def _read(descriptor: int, chunk: FileChunk, memory: torch.Tensor) -> None:
     rest, end = memory.numpy().data, chunk.begin + chunk.size
-    with _as_config_error(chunk.file):
+    with as_config_error(chunk.file):
         while rest:
             size = os.preadv(descriptor, [rest], end - len(rest))
             if size == 0:
                 raise ConfigError(f"{chunk.file} became shorter while it was read: download it again")
             rest = rest[size:]
-
-
-@contextlib.contextmanager
-def _as_config_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error

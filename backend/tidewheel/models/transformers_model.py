@@ -5,7 +5,7 @@ transformers tells the attention function its layer, not its step: a context var
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -36,15 +36,17 @@ HARMLESS = frozenset({
 
 
 class AttentionCall(NamedTuple):
+    """Arguments of an attention function of transformers, by its names."""
+
     module: torch.nn.Module
     query: torch.Tensor  # [1, num_q_heads, T, head_dim], rotated
     key: torch.Tensor  # [1, num_kv_heads, T, head_dim], rotated
     value: torch.Tensor
-    scale: float
-    sliding_window: int  # 0: off
-    soft_cap: float  # 0: off
-    mask: object
-    others: dict[str, object]
+    attention_mask: object
+    scaling: float | None = None  # None: by the size of a head
+    sliding_window: int | None = None
+    softcap: float | None = None
+    others: Mapping[str, object] = {}
 
     @property
     def layer(self) -> int:
@@ -69,25 +71,12 @@ def attending(attend: Attend) -> Iterator[None]:
         _step.reset(before)
 
 
-def attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: object,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: object,
-) -> tuple[torch.Tensor, None]:
+def attention_forward(*arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
     attend = _step.get()
     if attend is None:
         raise ValueError("attention is called outside of a step")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(
-        module, query, key, value, scale, sliding_window or 0, softcap or 0.0, attention_mask, others
-    )
-    return attend(call).unsqueeze(0), None
+    named["others"] = {name: named.pop(name) for name in named.keys() - set(AttentionCall._fields)}
+    return attend(AttentionCall(*arguments, **named)).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
@@ -96,9 +85,10 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 def attend_paged(meta: AttentionMetadata, kv: KVLayer, call: AttentionCall) -> torch.Tensor:
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
     write_kv_cache(key, value, meta.slot_mapping, kv.keys, kv.values, scales=kv.scales)
+    scale = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
     return paged_attention(
         query, kv.keys, kv.values, meta,
-        scale=call.scale, sliding_window=call.sliding_window, soft_cap=call.soft_cap, scales=kv.scales,
+        scale=scale, sliding_window=call.sliding_window or 0, soft_cap=call.softcap or 0.0, scales=kv.scales,
     )  # fmt: skip
 
 
@@ -134,14 +124,14 @@ def _check_call(call: AttentionCall, window: int | None) -> None:
     others = [key for key, value in call.others.items() if key not in HARMLESS and value is not None]
     if others:
         raise ValueError(f"its attention takes {', '.join(sorted(others))}, which paged attention does not know")
-    if call.mask is not None:
+    if call.attention_mask is not None:
         raise ValueError("it makes an attention mask of its own")
     if not getattr(call.module, "is_causal", True) or call.others.get("is_causal") is False:
         raise ValueError("its attention is not causal")
     if call.key.shape != call.value.shape:
         raise ValueError("its values are not as wide as its keys")
-    if window is not None and call.sliding_window != window:
-        raise ValueError(f"layer {call.layer} has a window of {call.sliding_window}, its configuration says {window}")
+    if window is not None and (found := call.sliding_window or 0) != window:
+        raise ValueError(f"layer {call.layer} has a window of {found}, its configuration says {window}")
 
 
 def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, int]], int]:

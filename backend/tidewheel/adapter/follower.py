@@ -21,7 +21,7 @@ from tidewheel.frontend.ended_requests import EndedRequest, EventQueue, RequestL
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
-from tidewheel.frontend.request_reader import Reader, RequestReader
+from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.request_spans import RequestSpans
 from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ class EngineFrontend:
             self._metrics.flush()
 
 
-def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo) -> Reader:
+def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo) -> RequestReader | TensorReader:
     if info.signature is not None:
         return TensorReader(info)
     folder = TokenizerFolder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)

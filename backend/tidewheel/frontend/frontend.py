@@ -28,8 +28,9 @@ from tidewheel.frontend.live_request import Ending, LiveRequest, TokenColumns
 from tidewheel.frontend.output import OutputChunk, Response, Sink, is_last
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
-from tidewheel.frontend.request_reader import Reader
+from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.frontend.threads import ASKING_SHARE, SHORT_ASKING_SHARE, ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
@@ -68,7 +69,7 @@ class Frontend:
         self._closed_by: TidewheelError | None = None
         self._drained_by: TidewheelError | None = None  # while the engine refuses requests
 
-    def start(self, info: EngineInfo, reader: Reader, engine: EngineClient) -> None:
+    def start(self, info: EngineInfo, reader: RequestReader | TensorReader, engine: EngineClient) -> None:
         """Serve requests with a ready engine. `close` also closes `reader`."""
         self._reader = reader
         self._tenants = info.tenants

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,22 +49,15 @@ class PreparedRequest(NamedTuple):
     speech: SpeechAnswer | None = None  # whose first request this one is
 
 
-class Reader(Protocol):
-    """Reader of client requests, thread-safe: `RequestReader`, or `TensorReader` of a one-shot model."""
-
-    max_prompt_bytes: int
-
-    def read(self, key: int, request: GenerateRequest) -> PreparedRequest: ...
-
-    def close(self) -> None: ...
-
-
 class MessageMaker:
     """Maker of engine messages and outputs (token ids without a tokenizer). Thread-safe."""
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._source_of: Callable[[Grammar], str] = to_source
+        if tokenizer is not None:
+            self._encode: Callable[[str], Int32Array] = partial(tokenizer.encode, add_special_tokens=False)
         self.defaults = defaults
         self.speech = SpeechRules.load(Path(info.model)) if info.max_audio_samples else None
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
@@ -118,13 +111,6 @@ class MessageMaker:
             return ()
         return tuple(ids for word in words for ids in phrase_ids(word, self._encode, self._info.vocab_size))
 
-    def _encode(self, text: str) -> Int32Array:
-        assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _source_of(self, grammar: Grammar) -> str:
-        return to_source(grammar)
-
 
 class RequestReader(MessageMaker):
     """Reader of client requests. `encoder` makes their tokens and tries their grammars. Thread-safe."""
@@ -145,7 +131,8 @@ class RequestReader(MessageMaker):
         self._encoder = encoder
         self._settings = settings
         self._activity = activity
-        self._try_grammar = functools.lru_cache(MAX_KNOWN_GRAMMARS)(encoder.run)
+        self._encode = partial(encoder.encode, add_special_tokens=False)
+        self._source_of = lru_cache(MAX_KNOWN_GRAMMARS)(lambda grammar: encoder.run(GrammarTrial(grammar)).text)
         self.max_prompt_bytes = max_prompt_bytes
         default = settings.default_max_tokens
         self._default_max_tokens = info.max_num_tokens if default == "context" else default
@@ -277,12 +264,6 @@ class RequestReader(MessageMaker):
             )
         max_tokens = min(sampling.max_tokens or self._default_max_tokens, room)
         return msgspec.structs.replace(sampling, max_tokens=max_tokens)
-
-    def _encode(self, text: str) -> Int32Array:
-        return self._encoder.encode(text, add_special_tokens=False)
-
-    def _source_of(self, grammar: Grammar) -> str:
-        return self._try_grammar(GrammarTrial(grammar)).text
 
     def _check_length(self, name: str, text: str) -> None:
         if not text:

@@ -34,6 +34,7 @@ class CheckedRequest(NamedTuple):
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
     max_tokens: int
+    step_options: StepOptions | None
 
 
 def to_requests(
@@ -51,9 +52,7 @@ def to_requests(
     The first is the `leader` of the rest. `seed`: for messages without a seed; `grammar`: the message's, compiled.
     Raise `InvalidRequest` or `Unsupported`.
     """
-    checked, step_options = check_request(message, info), None
-    if info.offer is not None:
-        step_options = info.offer.completed(message.step_options or StepOptions())
+    checked = check_request(message, info)
     inputs, bucket = _inputs(message, info, is_remote=config.is_remote)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
@@ -82,9 +81,9 @@ def to_requests(
             soft_deadline=_seconds(message.soft_deadline_ns),
             session_id=options.session_id,
             session_ttl=ttl,
-            bucket=bucket if step_options is None else step_options.size,
+            bucket=bucket if checked.step_options is None else checked.step_options.size,
             inputs=inputs,
-            step_options=step_options,
+            step_options=checked.step_options,
             encoder_tokens=info.max_audio_samples // SAMPLES_PER_POSITION,
             leader=requests[0] if requests else None,
         )
@@ -95,7 +94,8 @@ def to_requests(
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
     """Raise `InvalidRequest` or `Unsupported`; texts call the prompt `prompt_name`."""
     sampling = message.sampling
-    _check_inputs(message, info)
+    step_options = None if info.offer is None else info.offer.completed(message.step_options or StepOptions())
+    _check_inputs(message, info, 1 if step_options is None else step_options.steps)
     limit = info.max_num_tokens
     is_text = info.signature is None
     prompt = _prompt(prompt_name, message.prompt, info) if is_text else np.frombuffer(message.prompt, np.int32)
@@ -111,10 +111,10 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
         raise Unsupported(f"embeddings of {info.architecture} are not offered: only native decoders have them")
     if message.options.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
-    return CheckedRequest(prompt, _logit_bias(message, info), max_tokens)
+    return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, step_options)
 
 
-def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
+def _check_inputs(message: AddRequest, info: EngineInfo, steps: int | None) -> None:
     takes_tensors = info.signature is not None or info.max_audio_samples > 0
     if takes_tensors != (message.inputs is not None):
         raise InvalidRequest("a text model takes a prompt, a speech model audio, and a one-shot model tensors")
@@ -125,7 +125,6 @@ def _check_inputs(message: AddRequest, info: EngineInfo) -> None:
         return
     tensors = tuple((each.name, each.dtype, each.shape) for each in message.inputs.tensors)
     items = info.signature.check(tensors, info.max_num_batched_tokens)
-    steps = 1 if info.offer is None else info.offer.completed(message.step_options or StepOptions()).steps
     if message.prompt != bytes(4 * items) or message.sampling.max_tokens != steps:
         raise InvalidRequest(f"a request of {items} items has a prompt of as many zeros, and max_tokens {steps}")
 

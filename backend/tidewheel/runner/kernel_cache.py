@@ -5,8 +5,7 @@ import logging
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,13 @@ def prepare_kernels(device: torch.device, report: Progress = no_progress) -> Com
         raise ConfigError("a GPU needs triton-lang, which is not installed: install 'triton', or set device to 'cpu'")
     os.environ["TRITON_CACHE_DIR"] = str(cache_folder(os.environ))
     log = CompileLog(report)
-    with _one_line_errors(device):
+    try:
         import triton
 
         triton.knobs.compilation.listener = log
         _run_a_kernel(device)
+    except Exception as error:
+        raise _explained(error, device) from error
     return log
 
 
@@ -97,22 +98,18 @@ def _can_write(folder: Path) -> bool:
     return True
 
 
-@contextmanager
-def _one_line_errors(device: torch.device) -> Iterator[None]:
-    try:
-        yield
-    except subprocess.CalledProcessError as error:
-        raise ConfigError(
+def _explained(error: Exception, device: torch.device) -> ConfigError:
+    if isinstance(error, subprocess.CalledProcessError):
+        return ConfigError(
             f"triton-lang needs a C compiler and Python's headers, but {error.cmd[0]} failed (the log tells why): "
             "install python3-dev, or set CC"
-        ) from error
-    except Exception as error:
-        if "Failed to find C compiler" in str(error) or isinstance(error, FileNotFoundError):
-            raise ConfigError("triton-lang needs a C compiler, and there is none: install gcc, or set CC") from error
-        name = torch.cuda.get_device_name(device)
-        if any(words in str(error) for words in TAKEN):
-            raise ConfigError(
-                f"{name} is held by another program, which nvidia-smi names: stop it, or use another GPU "
-                f"({one_line(error, 80)})"
-            ) from error
-        raise ConfigError(f"kernels cannot be compiled for {name}, or run on it: {one_line(error)}") from error
+        )
+    if "Failed to find C compiler" in str(error) or isinstance(error, FileNotFoundError):
+        return ConfigError("triton-lang needs a C compiler, and there is none: install gcc, or set CC")
+    name = torch.cuda.get_device_name(device)
+    if any(words in str(error) for words in TAKEN):
+        return ConfigError(
+            f"{name} is held by another program, which nvidia-smi names: stop it, or use another GPU "
+            f"({one_line(error, 80)})"
+        )
+    return ConfigError(f"kernels cannot be compiled for {name}, or run on it: {one_line(error)}")

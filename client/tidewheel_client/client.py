@@ -22,6 +22,19 @@ class _BlockingClient(AsyncClient):
     _map = staticmethod(concurrent_map.in_threads)
 
 
+class Session(Facade[AsyncSession]):
+    """Synchronous `AsyncSession`."""
+
+    @property
+    def session_id(self) -> str:
+        return self._core.session_id
+
+    stream = facing(AsyncSession.stream, Stream)
+    generate = blocking(AsyncSession.generate)
+    chat = blocking(AsyncSession.chat)
+    close = blocking(AsyncSession.close)
+
+
 class Client(Facade[AsyncClient]):
     """Thread-safe, synchronous `AsyncClient`."""
 
@@ -55,9 +68,7 @@ class Client(Facade[AsyncClient]):
     metrics = blocking(AsyncClient.metrics)
     health = blocking(AsyncClient.health)
     close = blocking(AsyncClient.close)
-
-    def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> Session:
-        return Session(self._core.session(session_id, ttl_s=ttl_s, tenant=tenant))
+    session = facing(AsyncClient.session, Session)
 
     @overload
     def map(
@@ -74,16 +85,3 @@ class Client(Facade[AsyncClient]):
     @functools.wraps(AsyncClient.map)
     def map(self, items: Iterable[Item], **options: Any) -> Iterator[Any]:
         return iterate(self._core.map(items, **options))
-
-
-class Session(Facade[AsyncSession]):
-    """Synchronous `AsyncSession`."""
-
-    @property
-    def session_id(self) -> str:
-        return self._core.session_id
-
-    stream = facing(AsyncSession.stream, Stream)
-    generate = blocking(AsyncSession.generate)
-    chat = blocking(AsyncSession.chat)
-    close = blocking(AsyncSession.close)

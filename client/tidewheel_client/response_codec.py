@@ -95,15 +95,13 @@ def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
     """Return a chunk per sequence. `outputs`: tensors by name."""
     texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)
-    reasons = outputs.get("finish_reason")
-    inputs = outputs.get("num_input_tokens")
     token_ids = _split(outputs.get("token_ids"), counts)
     return [
         Chunk(
             index=index,
             text=text,
-            finish_reason=_finish_reason(reasons[index]) if reasons else None,
-            num_input_tokens=inputs[0] if inputs else None,
+            finish_reason=_finish_reason(_element(outputs, "finish_reason", index)),
+            num_input_tokens=_element(outputs, "num_input_tokens", 0),
             num_output_tokens=counts[index],
             token_ids=token_ids[index],
             logprobs=_logprobs(_element(outputs, "logprobs", index)),

@@ -54,12 +54,12 @@ class Shard(NamedTuple):
         return max(total // self.num_ranks, 1)
 
     def part(self, axis: int, total: int, unit: int) -> TensorPart:
-        """Return this rank's part of `total` outputs or inputs, of whole units; ranks share a unit as in `count`."""
+        """Return this rank's range of `total` outputs or inputs, in units that ranks share if there are too few."""
         num_pieces = min(self.num_ranks, total // unit)
         size, index = total // num_pieces, self.rank * num_pieces // self.num_ranks
         return TensorPart(axis, index * size, (index + 1) * size)
 
     def least(self, counts: Sequence[int], device: torch.device) -> list[int]:
-        """Return the least of all ranks for each count."""
+        """Return the smallest value of any rank for each count."""
         least: list[int] = self.collectives.all_gather(torch.tensor(counts, device=device)).amin(0).tolist()
         return least

@@ -41,7 +41,7 @@ JOINS = b"\n"  # first byte from a rank, when it is about to join the group
 HANG_S = 1.5  # longest wait for another rank inside a step
 GPU_HANG_S = 60.0  # longest time of an operation on a GPU, with the steps that are queued before it
 END_S = 0.1  # from a failed operation to the end of the rank that caused it
-AFTER_RANK_S = 1.5  # in which an engine may end itself after the end of another rank
+AFTER_RANK_S = 1.5  # time that an engine has to end by itself after another rank ended
 _LENGTH = struct.Struct("<I")
 
 
@@ -75,7 +75,7 @@ class RankProcess:
         self._joining.wait()
 
     def _run(self, command: Sequence[str], other: socket.socket, started: Future[Child]) -> None:
-        """Start the process and wait for its end: the kernel ends it with the thread that starts it, this one."""
+        """Start the process, and wait for its end here: the kernel ends a child with the thread that started it."""
         received = b""
         with self._connection:
             try:
@@ -112,7 +112,7 @@ class RankGroup:
     def __init__(self, config: EngineConfig, rendezvous: Path, *, is_engine: bool) -> None:
         """Start them, and wait until they are about to join the group. Raise `ConfigError`.
 
-        `is_engine`: this process serves requests alone, and ends with any rank.
+        `is_engine`: this process only serves requests, and ends when a rank ends.
         """
         self._ended, self._closing = threading.Event(), threading.Event()
         self._processes: list[RankProcess] = []
@@ -136,7 +136,7 @@ class RankGroup:
             raise ConfigError(reason)
 
     def _end_engine(self) -> None:
-        """End this process if it has not ended soon after another rank, for whose operation it may wait for ever."""
+        """End this process soon after another rank ended: it may wait for ever in an operation with that rank."""
         reason = self.failure(None)
         if not self._closing.wait(AFTER_RANK_S):
             log.error("engine died: %s", reason)
@@ -149,7 +149,7 @@ class RankGroup:
             process.send(data)
 
     def failure(self, limit_s: float | None = 0.0) -> str:
-        """Return why a rank has ended, empty if none does within the limit."""
+        """Wait up to `limit_s` for the end of a rank (None: for ever). Return its reason; empty: none has ended."""
         if not self._ended.wait(limit_s):
             return ""
         return next(process.failure for process in self._processes if process.failure)
@@ -168,9 +168,9 @@ class RankGroup:
 
 
 class LeaderRunner(ModelRunner):
-    """Runner of rank 0, which has the other ranks run each step too. A failure of any rank ends all."""
+    """Runner of rank 0, which also sends each step to the other ranks. A failure of any rank ends all."""
 
-    group: RankGroup | None = None  # None: at a load, which all ranks run by themselves
+    group: RankGroup | None = None  # None during the load, in which no step is sent to the others
 
     def check(self) -> None:
         """Raise `InternalError` if another rank has ended."""

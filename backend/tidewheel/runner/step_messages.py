@@ -55,7 +55,7 @@ def _row_message(new: NewRow) -> RowMessage:
 
 
 def decode_step(payload: bytes) -> ScheduledBatch:
-    """Return the batch, whose requests have no text, and no parameters of sampling."""
+    """Return the batch. Its requests have neither text nor sampling parameters, except `prompt_logprobs`."""
     message = _decoder.decode(payload)
     columns: dict[str, Any] = {name: _ids(data) for name, data in zip(_COLUMNS, message.columns, strict=True)}
     return ScheduledBatch(
@@ -88,7 +88,7 @@ def _ids(data: bytes) -> Int32Array:
 
 
 def without_rows(batch: ScheduledBatch) -> ScheduledBatch:
-    """Return a batch with the block copies alone: rank 0 repeats the step without the failed row and the copies."""
+    """Return a batch of the block copies alone: rank 0 then repeats the step without them and a failed row."""
     return ScheduledBatch(
         batch.step_id, no_ids(), no_ids(), no_ids(), np.empty(0, np.bool_), 0, 0, transfers=batch.transfers
     )

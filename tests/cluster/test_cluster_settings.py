@@ -79,7 +79,13 @@ def test_gpus_are_what_the_entries_need(tmp_path: Path) -> None:
     assert gpus("gpu", has_gpus=False) == 1
     assert gpus(has_gpus=False) == 1, "all of the repository"
     assert gpus("gpu", has_gpus=True, replica_gpus=0.5) == 0.5
+    write_entry(tmp_path, "ranks", "model=m", "tensor_parallel_size=4")
+    write_entry(tmp_path, "wrong", "model=m", "tensor_parallel_size=many")
+    assert gpus("any", "ranks", "wrong", has_gpus=True) == 4
+    assert gpus("ranks", has_gpus=False) == 0
     with pytest.raises(ConfigError, match="names 'none'"):
         gpus("none", has_gpus=True)
     named = ClusterSettings(model="a/b", serve_arguments=["--set", "device=cpu"])
     assert named.gpus(has_gpus=True) == 0
+    of_ranks = ClusterSettings(model="a/b", serve_arguments=["--set", "tensor_parallel_size=2"])
+    assert (of_ranks.gpus(has_gpus=True), of_ranks.gpus(has_gpus=False)) == (2, 0)

@@ -98,15 +98,21 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
         return {**self.scaling_settings, "min_replicas": self.replicas, "max_replicas": self.most_replicas}
 
     def gpus(self, *, has_gpus: bool) -> float:
-        """Return `replica_gpus`, else 1 if an entry's device is cuda, or auto and `has_gpus`. Raise `ConfigError`."""
+        """Return `replica_gpus`, else the most ranks of an entry on cuda, or on auto and `has_gpus`.
+
+        Raise `ConfigError`.
+        """
         if self.replica_gpus is not None:
             return self.replica_gpus
-        given = [text.removeprefix("--set=") for text in self.serve_arguments]
-        named = (text.partition("=")[2] for text in given if text.startswith("device="))
-        devices = {next(named, "auto")} if self.model else set(self._entry_devices())
-        return float("cuda" in devices or ("auto" in devices and has_gpus))
+        given = dict(text.removeprefix("--set=").partition("=")[::2] for text in self.serve_arguments)
+        sizes = [
+            int(size) if (size := str(one.get("tensor_parallel_size", 1))).isdecimal() else 1
+            for one in ([given] if self.model else self._entry_settings())
+            if one.get("device", "auto") in (("cuda", "auto") if has_gpus else ("cuda",))
+        ]
+        return float(max(sizes, default=0))
 
-    def _entry_devices(self) -> Iterator[str]:
+    def _entry_settings(self) -> Iterator[Mapping[str, object]]:
         folder = Path(self.model_repository)
         repository.check_names(folder, self.models)
         for name in self.models or repository.entries(folder):
@@ -115,7 +121,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
             except UnreadableConfig:
                 continue  # the server reports the fault
             if entry.is_ours and not entry.engine_of:
-                yield str(entry.settings.get("device", "auto"))
+                yield entry.settings
 
     def _check_scaling(self) -> None:
         for name in self.scaling_settings:

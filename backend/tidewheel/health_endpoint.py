@@ -46,10 +46,19 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, report: Callable[[], Readiness]) -> None:
-        """Listen on the port; 0: a free port. Raise `OSError` if the port is in use."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        report: Callable[[], Readiness],
+        ranks: Callable[[], dict[str, list[str]]] = dict,
+    ) -> None:
+        """Listen on the port; 0: a free port. Raise `OSError` if the port is in use.
+
+        `ranks` returns the device of each rank by model, and must not block either.
+        """
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.report = report
+        self.report, self.ranks = report, ranks
         self._open: deque[socket.socket] = deque()
         super().__init__((host, port), _Handler)
         threading.Thread(target=self.serve_forever, args=(0.1,), name="health", daemon=True).start()
@@ -102,7 +111,7 @@ class _Handler(socketserver.StreamRequestHandler):
         state: dict[str, object] = {"ready": readiness.is_ready, "state": readiness.state, "reason": readiness.reason}
         match words[1].partition(b"?")[0]:
             case b"/ready":
-                return 200 if readiness.is_ready else 503, state
+                return 200 if readiness.is_ready else 503, {**state, "ranks": self.server.ranks()}
             case b"/live":
                 return 200 if readiness.is_live else 503, state
             case b"/metrics":

@@ -73,6 +73,14 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
         assert get("live") == (200, "draining")
 
 
+def test_ready_names_the_devices_of_ranks(seen: dict[str, Readiness | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "devices_of_ranks", lambda: {"demo": ["cuda:0", "cuda:1"]})
+    with make([True]) as it:
+        url = f"http://127.0.0.1:{it._endpoint.port}"
+        answers = [requests.get(f"{url}/{path}", timeout=60).json() for path in ("ready", "live")]
+    assert [answer.get("ranks") for answer in answers] == [{"demo": ["cuda:0", "cuda:1"]}, None]
+
+
 @pytest.mark.usefixtures("seen")
 def test_who_is_silent_before_the_start_is_not_asked() -> None:
     it = make([False])

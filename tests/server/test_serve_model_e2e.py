@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,6 +38,7 @@ from support.triton.serving import (
 )
 from tidewheel.private_dir import RUN_DIR
 from tidewheel.server.model_reloads import MAX_SHARED_BYTES
+from tidewheel.settings import MIB
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e
@@ -109,6 +112,20 @@ def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if not has_ended(process)]
 
 
+def ready_page(server: Server) -> dict[str, Any]:
+    page: dict[str, Any] = requests.get(f"http://127.0.0.1:{server.health_port}/ready", timeout=60).json()
+    return page
+
+
+def top(server: Server, how: str) -> str:
+    metrics, ready = (
+        f"http://127.0.0.1:{server.metrics_port}/metrics", f"http://127.0.0.1:{server.health_port}/ready",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "tidewheel.cli.main", "top", how, "--interval-s", "0.2"]
+    command += ["--metrics-url", metrics, "--health-url", ready]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
 def test_two_ranks_serve_as_one_and_come_back_together(shared: Server, folder: Path) -> None:
     with connect(shared) as client:
         expected = client.generate("A tuple is", return_token_ids=True, **GREEDY).token_ids
@@ -116,11 +133,18 @@ def test_two_ranks_serve_as_one_and_come_back_together(shared: Server, folder: P
     try:
         ranks = server.processes("tidewheel.runner.rank_process")
         assert len(ranks) == 1
+        assert ready_page(server)["ranks"] == {"mine": ["cpu", "cpu"]}
+        view = json.loads(top(server, "--json"))
+        pids = [rank["pid"] for rank in view["ranks"]]
+        assert len(pids) == 2 and pids[1] == ranks[0].pid
+        assert all(rank["memory_bytes"] > MIB for rank in view["ranks"])
+        assert "2 ranks" in top(server, "--once")
         with connect(server) as client:
             assert client.generate("A tuple is", return_token_ids=True, **GREEDY).token_ids == expected
         ranks[0].kill()
         wait_for(lambda: server.readiness()[0] != 200, 30, "the end of the engine")
         wait_for(lambda: server.readiness()[0] == 200, 120, "the engine's return")
+        assert ready_page(server)["ranks"] == {"mine": ["cpu", "cpu"]}
         with connect(server) as client:
             assert client.generate("A tuple is", return_token_ids=True, **GREEDY).token_ids == expected
         processes = server.descendants()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 
 from support.top.watched import READY, PagesOf, recorded, request_line, second_look, watch_of
+from tidewheel.settings import MIB
 from tidewheel.top import TopError, watch
+from tidewheel.top.server_view import RankLine
 from tidewheel.top.view_text import as_text, ordered, verdict
-from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, ServerWatch, list_here
+from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, RequestListing, ServerWatch, list_here
 from tidewheel_client import Health
 from tidewheel_client.errors import ServerUnavailable
 
@@ -220,7 +224,23 @@ def test_pages_without_figures(text: str, model: str, words: str) -> None:
 def test_requests_of_other_machines_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_here("http://gpu1:8002/metrics", "").note == ELSEWHERE
     monkeypatch.setattr(watch, "current_engines_of", lambda _: [])
-    assert list_here("http://127.0.0.1:8002/metrics", "") == (None, 0, NOT_OURS)
+    assert list_here("http://127.0.0.1:8002/metrics", "") == RequestListing(None, 0, NOT_OURS)
+
+
+def test_ranks_have_their_device_memory_and_use_of_cores() -> None:
+    ranks = (
+        RankLine(model="demo", rank=0, device="cuda:0", pid=os.getpid()),
+        RankLine(model="demo", rank=1, device="cuda:1", pid=1 << 22),  # ended
+    )
+    view = second_look(page(), page(), ranks=ranks)
+    first, second = view.ranks
+    assert first.memory_bytes is not None and first.memory_bytes > MIB and first.busy is not None
+    assert (second.memory_bytes, second.busy) == (None, None)
+    lines = as_text(view).splitlines()
+    table = lines[lines.index("2 ranks") + 1 :]
+    assert table[0].split() == ["model", "rank", "device", "host", "memory", "CPU", "process"]
+    assert table[2].split() == ["demo", "1", "cuda:1", "-", "-", str(1 << 22)]
+    assert "ranks" not in as_text(second_look(page()))
 
 
 def test_without_a_list_no_class_has_a_count() -> None:

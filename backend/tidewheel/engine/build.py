@@ -43,6 +43,10 @@ class LoadedRunner(Runner, Protocol):
 class RankedRunner(LoadedRunner, Protocol):
     """Runner of several processes."""
 
+    @property
+    def ranks(self) -> list[tuple[int, str]]:
+        """Return the process id and device of each."""
+
     def check(self) -> None:
         """Raise `InternalError` if one of them has ended."""
 

@@ -95,6 +95,10 @@ class RankProcess:
         self._ended.set()
         self._joining.set()
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def send(self, data: bytes) -> None:
         """Raise OSError if the process has ended, or takes nothing for as long as an operation may wait."""
         self._connection.sendall(data)
@@ -154,6 +158,10 @@ class RankGroup:
             return ""
         return next(process.failure for process in self._processes if process.failure)
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def kill(self) -> None:
         """Send the signal that ends the processes, without waiting for their ends."""
         for process in self._processes:
@@ -171,6 +179,12 @@ class LeaderRunner(ModelRunner):
     """Runner of rank 0, which also sends each step to the other ranks. A failure of any rank ends all."""
 
     group: RankGroup | None = None  # None during the load, in which no step is sent to the others
+
+    @property
+    def ranks(self) -> list[tuple[int, str]]:
+        """Return the process id and device of each rank."""
+        pids, device = [os.getpid(), *(self.group.pids if self.group is not None else ())], self.kv.device.type
+        return [(pid, device if device == "cpu" else f"{device}:{rank}") for rank, pid in enumerate(pids)]
 
     def check(self) -> None:
         """Raise `InternalError` if another rank has ended."""

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tidewheel.engine.folder import current_engines, label_of
+from tidewheel.engine.folder import current_engines, devices_of_ranks, label_of
 from tidewheel.engine.heartbeat import EngineWatch
 from tidewheel.health_endpoint import READY, HealthEndpoint, Readiness
 from tidewheel.server import ServeError
@@ -27,7 +27,7 @@ class HealthMonitor:
         self._seen = {"engines": READY, "tritonserver": READY}
         self._stopped = threading.Event()
         try:
-            self._endpoint = HealthEndpoint(endpoints.host, endpoints.health, self.report)
+            self._endpoint = HealthEndpoint(endpoints.host, endpoints.health, self.report, devices_of_ranks)
         except OSError as error:
             raise ServeError(f"cannot listen on port {endpoints.health} (--health-port): {error.strerror}") from None
         self._threads = [

@@ -67,6 +67,7 @@ class ServerView(msgspec.Struct, kw_only=True):
     requests: list[RequestLine] = []  # the oldest
     num_sequences: int = 0  # unfinished, of all requests
     requests_note: str = ""  # why `requests` is empty
+    ranks: list[RankLine] = []  # of engines of several processes
 
 
 class Traffic(msgspec.Struct, kw_only=True):
@@ -158,6 +159,15 @@ class RequestLine(RequestRow, frozen=True, array_like=False, kw_only=True):
     engine: str  # folder of its engine
     engine_pid: int
     tokens_rate: float | None  # since the first token
+
+
+class RankLine(msgspec.Struct, kw_only=True):
+    model: str
+    rank: int
+    device: str
+    pid: int
+    memory_bytes: int | None = None  # of the host
+    busy: float | None = None  # cores
 
 
 def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[ClassLine]:

@@ -6,7 +6,8 @@ from typing import NamedTuple, TypeVar
 from tidewheel.bench.tables import NOTHING, TextTable, number
 from tidewheel.errors import Busy, printable
 from tidewheel.request import Priority
-from tidewheel.top.server_view import ClassLine, ErrorLine, RequestLine, ServerView, TenantLine
+from tidewheel.settings import shown_bytes
+from tidewheel.top.server_view import ClassLine, ErrorLine, RankLine, RequestLine, ServerView, TenantLine
 
 MAX_TENANTS = 8  # shown
 MAX_PLAIN_REQUESTS = 20  # of --once
@@ -81,6 +82,14 @@ _ERROR_COLUMNS: Columns[ErrorLine] = (
     ("now", lambda one: per_second(one.failed_rate)),
     ("at the gateway", lambda one: count(one.gateway)),
 )
+_RANK_COLUMNS: Columns[RankLine] = (
+    ("model", lambda one: one.model),
+    ("rank", lambda one: count(one.rank)),
+    ("device", lambda one: one.device),
+    ("host memory", lambda one: NOTHING if one.memory_bytes is None else shown_bytes(one.memory_bytes)),
+    ("CPU", lambda one: percent(one.busy)),
+    ("process", lambda one: str(one.pid)),
+)
 
 
 def headline(view: ServerView) -> str:
@@ -100,6 +109,7 @@ def tables(view: ServerView) -> list[TextSection]:
         _table("classes", _CLASS_COLUMNS, view.classes),
         _table(tenants, _TENANT_COLUMNS, view.tenants[:MAX_TENANTS]),
         _table("errors since the start (docs/errors.md)", errors, view.errors),
+        _table(f"{len(view.ranks)} ranks", _RANK_COLUMNS, view.ranks),
     ]
 
 

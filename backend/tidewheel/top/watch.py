@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,16 +10,17 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 
 from tidewheel.engine.connection import ask
-from tidewheel.engine.folder import label_of, model_label
+from tidewheel.engine.folder import label_of, model_label, read_serving
 from tidewheel.engine.messages import MAX_LISTED, CancelReply, CancelRequest, ListRequests, RequestList, RequestRow
 from tidewheel.metrics import RECEIVED
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
 from tidewheel.top import TopError, server_view
 from tidewheel.top.metric_changes import PageChange, figures_of_model, label_values
-from tidewheel.top.server_view import RequestLine, ServerView
+from tidewheel.top.server_view import RankLine, RequestLine, ServerView
 from tidewheel.top.view_text import verdict
 from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.facade import run
@@ -42,6 +44,7 @@ class RequestListing(NamedTuple):
     requests: list[RequestLine] | None  # the oldest of each engine; None: `note` says why
     num_sequences: int = 0
     note: str = ""
+    ranks: tuple[RankLine, ...] = ()
 
 
 def list_here(metrics_url: str, model: str) -> RequestListing:
@@ -57,7 +60,13 @@ def list_here(metrics_url: str, model: str) -> RequestListing:
     lines = [_line(str(folder), one.pid, row) for folder, one in answers if one is not None for row in one.rows]
     total = sum(one.num_sequences for _, one in answers if one is not None)
     is_whole = all(one is not None for _, one in answers)
-    return RequestListing(lines if lines or is_whole else None, total, "" if is_whole else SILENT)
+    ranks = [
+        RankLine(model=label_of(link), rank=rank, device=one.device, pid=one.pid)
+        for link in own
+        if (status := read_serving(link)) is not None
+        for rank, one in enumerate(status.ranks)
+    ]
+    return RequestListing(lines if lines or is_whole else None, total, "" if is_whole else SILENT, tuple(ranks))
 
 
 def cancel(request: RequestLine) -> str:
@@ -81,6 +90,7 @@ class ServerWatch:
     clock: Callable[[], float] = time.monotonic
     _pages: Pages = field(default_factory=deque, init=False)
     _gateway_pages: Pages = field(default_factory=deque, init=False)
+    _processes: dict[int, psutil.Process] = field(default_factory=dict, init=False)  # of ranks
 
     def look(self) -> ServerView:
         """Read the server's pages into a view. Raise `TopError` without metrics or model."""
@@ -103,9 +113,19 @@ class ServerWatch:
             requests=listing.requests or [],
             num_sequences=listing.num_sequences,
             requests_note=listing.note,
+            ranks=[self._measured(one) for one in listing.ranks],
         )
         view.summary = verdict(view)
         return view
+
+    def _measured(self, rank: RankLine) -> RankLine:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if rank.pid not in self._processes:
+                self._processes[rank.pid] = psutil.Process(rank.pid)
+                self._processes[rank.pid].cpu_percent()  # counts from here
+            process = self._processes[rank.pid]
+            rank.memory_bytes, rank.busy = process.memory_info().rss, process.cpu_percent() / 100
+        return rank
 
     def _health(self) -> tuple[bool | None, str, str]:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tidewheel.top.server_view import RequestLine, ServerView
+from tidewheel.top.server_view import RankLine, RequestLine, ServerView
 from tidewheel.top.watch import RequestListing, ServerWatch
 from tidewheel_client import Health
 from tidewheel_client.server_pages import Figures, ServerPages
@@ -48,18 +48,27 @@ def request_line(number: int, **fields: object) -> RequestLine:
 
 
 def watch_of(
-    pages: PagesOf, requests: Iterable[RequestLine] = (), *, model: str = "", seconds: float = 10.0
+    pages: PagesOf,
+    requests: Iterable[RequestLine] = (),
+    *,
+    model: str = "",
+    seconds: float = 10.0,
+    ranks: tuple[RankLine, ...] = (),
 ) -> ServerWatch:
     """Return a watch whose looks are so many seconds apart."""
-    listed = RequestListing(list(requests), len(list(requests)))
+    listed = RequestListing(list(requests), len(list(requests)), ranks=ranks)
     moments = iter(range(1_000_000))
     return ServerWatch(pages, model, list_requests=lambda *_: listed, clock=lambda: seconds * next(moments))
 
 
 def second_look(
-    *texts: str, requests: Iterable[RequestLine] = (), model: str = "", seconds: float = 10.0
+    *texts: str,
+    requests: Iterable[RequestLine] = (),
+    model: str = "",
+    seconds: float = 10.0,
+    ranks: tuple[RankLine, ...] = (),
 ) -> ServerView:
-    watch = watch_of(PagesOf(texts), requests, model=model, seconds=seconds)
+    watch = watch_of(PagesOf(texts), requests, model=model, seconds=seconds, ranks=ranks)
     for _ in texts:
         view = watch.look()
     return view

@@ -53,6 +53,22 @@ def test_tokenizer_and_template_are_tried_as_at_the_load(write: WriteEntry, weig
     assert "chat template does not compile" in found.message
 
 
+def test_a_folder_of_a_model_is_checked_as_serve_would_serve_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = run(capsys, str(WEIGHTS), "--set", "device=cpu", "--set", "tensor_parallel_size=2")
+    assert code == 0
+    whole, part = "weights 5.6 MiB", "on each of 2 ranks 2.8 MiB; this machine has"
+    assert f"weights: {whole}, {part}" in printed or "weights: weights 11.2 MiB, on each of 2 ranks" in printed
+    assert "room for" in printed and printed.endswith("1 checked, 0 passed over: 0 errors, 0 warnings\n")
+    code, printed = run(capsys, str(WEIGHTS), "--set", "tensor_parallel_size=3", "--json")
+    assert code == 1
+    report = json.loads(printed)
+    assert {finding["file"] for finding in report["findings"]} == {str(WEIGHTS)}
+    assert "set it to 1 or 2" in report["findings"][-1]["message"]
+    assert run(capsys, str(WEIGHTS), "--fix")[0] == 2
+    assert run(capsys, str(REPOSITORY), "--set", "seed=1")[0] == 2
+    assert run(capsys, str(WEIGHTS), "--set", "sed=1")[0] == 2
+
+
 def test_an_entry_of_serve_is_clean(tmp_path: Path) -> None:
     write_entry(tmp_path, str(WEIGHTS), "one", {"max_num_seqs": "4", "tenants": '{"a": {"weight": 2}}'})
     assert check(tmp_path).findings == []
@@ -125,7 +141,7 @@ def test_json(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = run(capsys, str(entry.parent), "--json")
     report = json.loads(printed)
     assert code == 1
-    assert report.keys() == {"version", "checked", "passed_over", "models", "fixed", "kv_cache", "findings"}
+    assert report.keys() == {"version", "checked", "passed_over", "models", "fixed", "kv_cache", "memory", "findings"}
     assert (report["version"], report["checked"], report["passed_over"]) == (1, ["demo", "demo_infer"], ["ensemble"])
     assert report["findings"][0] == {
         "rule": "settings", "severity": "error", "file": str(entry / "config.pbtxt"), "line": 4, "column": 14,

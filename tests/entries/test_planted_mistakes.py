@@ -17,7 +17,7 @@ from support.frontend.tokenizers_on_the_spot import word_piece
 from support.models import tiny_models
 from support.triton.serving import WEIGHTS
 from tidewheel.entries import model_rules
-from tidewheel.entries.checking import check
+from tidewheel.entries.checking import CheckReport, check
 from tidewheel.entries.findings import Finding
 from tidewheel.frontend.prompt_workers import JobRunner, TokenizerFolder
 from tidewheel.settings import GIB
@@ -474,6 +474,51 @@ def test_weights_that_do_not_fit_on_a_gpu(gpu: None, repository: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 2 * GIB))
     (found,) = check(repository).findings
     assert matches("the weights need … a GPU has 1 MiB free", found.message)
+
+
+@pytest.fixture
+def large(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CheckReport]:
+    """Checks a model of 8 heads, whose layers take 1.5 GiB in bfloat16, with dummy weights."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(model_rules, "check_ranks_fit", lambda config: None)
+    for name in ("empty_cache", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    weights = tmp_path / "large"
+    shutil.copytree(WEIGHTS, weights)
+    config = json.loads((weights / "config.json").read_text())
+    config |= {
+        "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256,
+    }  # fmt: skip
+    (weights / "config.json").write_text(json.dumps(config))
+
+    def check_large(**settings: str) -> CheckReport:
+        text = "".join(setting(*pair) for pair in {"load_format": "dummy", **settings}.items())
+        (repository / "demo" / "config.pbtxt").write_text(CONFIG.replace(str(WEIGHTS), str(weights)) + text)
+        return check(repository)
+
+    return check_large
+
+
+def test_the_least_number_of_gpus_that_holds_a_model(gpu: None, large: Callable[..., CheckReport]) -> None:
+    (found,) = large().findings
+    assert matches("the weights need 1.5 GiB … a GPU has 1.0 GiB free of 2.0 GiB", found.message)
+    assert found.message.endswith("; it fits 4 such GPUs, with tensor_parallel_size 4")
+    (found,) = large(tensor_parallel_size="2").findings
+    assert matches("max_model_len … ; it fits 4 such GPUs", found.message)
+    report = large(tensor_parallel_size="4")
+    assert report.findings == []
+    words = "weights 1.5 GiB, on each of 4 ranks … MiB; a GPU has 1.0 GiB free of 2.0 GiB: room for"
+    assert matches(words, report.memory["demo"])
+    (found,) = large(swap_space="4000", tensor_parallel_size="4").findings
+    assert "such GPUs" not in found.message
+
+
+def test_limits_that_exceed_a_device_together(repository: Path, write: WriteEntry) -> None:
+    write("second", CONFIG + setting("device_memory_share", "0.6"))
+    (repository / "demo" / "config.pbtxt").write_text(CONFIG + setting("device_memory_share", "0.5"))
+    found = next(finding for finding in check(repository).findings if finding.rule == "together")
+    assert matches("device_memory_share and device_memory_mb of demo, second are … together, and", found.message)
 
 
 def test_engines_that_share_a_gpu(gpu: None, repository: Path, write: WriteEntry) -> None:

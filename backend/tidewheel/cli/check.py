@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import JSON_VERSION, add_report_options, counted, printable
+from tidewheel.cli.usage import JSON_VERSION, UsageError, add_report_options, counted, printable
 
 if TYPE_CHECKING:
-    from tidewheel.entries.checking import CheckReport
+    from tidewheel.entries.checking import CheckReport, FindingListener
     from tidewheel.entries.findings import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a model repository, an entry of it, or a config.pbtxt"
+    text = "a model repository, an entry of it, a config.pbtxt, or a model's folder or GGUF file"
     parser.add_argument("path", type=Path, metavar="PATH", help=text)
     add_report_options(parser)
+    text = "an engine setting for a model's folder or file, say tensor_parallel_size=2 (repeatable)"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "write the right name for each misspelt one, and print what changed"
     parser.add_argument("--fix", action="store_true", help=text)
     text = "another machine will serve the entries: leave out what depends on GPUs, cores and memory"
@@ -29,26 +33,62 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.entries.checking import check
     from tidewheel.entries.findings import mend
 
-    is_here = not args.other_machine
-    report = check(args.path, is_this_machine=is_here, tell=None if args.fix or args.json else _print_finding)
+    is_here, is_one_model = not args.other_machine, is_model(args.path)
+    if args.set and not is_one_model:
+        raise UsageError("--set goes with a model's folder or file; settings of an entry stand in its config.pbtxt")
+    if args.fix and is_one_model:
+        raise UsageError("--fix goes with entries: a model has none")
+    tell = None if args.fix or args.json else _print_finding
+    if is_one_model:
+        report = check_model(args.path, args.set, is_this_machine=is_here, tell=tell)
+    else:
+        report = check(args.path, is_this_machine=is_here, tell=tell)
     mended = mend(report.findings) if args.fix else []
     if mended:
         report = check(args.path, is_this_machine=is_here)
     if args.json:
         print(json.dumps(_as_json(report, mended), indent=1))
     else:
-        for finding in mended:
-            if finding.edit is not None:
-                print(printable(f"{finding.place}: fixed: {finding.edit.old} is now {finding.edit.new}"))
-        for finding in report.findings if args.fix else ():
-            _print_finding(finding)
-        for name, implementation in report.models.items():
-            print(printable(f"{name}: {implementation}"))
-        for name, text in report.kv_cache.items():
-            print(printable(f"{name}: KV cache {text}"))
-        errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
-        print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
+        _print_report(report, mended, report.findings if args.fix else ())
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
+
+
+def is_model(path: Path) -> bool:
+    """Return whether the path is a model's folder or GGUF file."""
+    return (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file())
+
+
+def check_model(
+    model: Path, settings: Iterable[str], *, is_this_machine: bool = True, tell: FindingListener | None = None
+) -> CheckReport:
+    """Check a model as `tidewheel serve --model` would serve it. Raise `ConfigError` for wrong settings."""
+    from tidewheel.entries.checking import check
+    from tidewheel.server import repository
+
+    with tempfile.TemporaryDirectory() as folder:
+        entry = Path(folder) / repository.served_name(str(model))
+        repository.write_entry(entry.parent, str(model), entry.name, repository.parse_settings(settings))
+
+        def of_model(finding: Finding) -> Finding:
+            return finding._replace(file=str(model), line=None, column=None) if folder in finding.file else finding
+
+        report = check(entry, is_this_machine=is_this_machine, tell=tell and (lambda found: tell(of_model(found))))
+        report.findings[:] = map(of_model, report.findings)
+    return report
+
+
+def _print_report(report: CheckReport, mended: Sequence[Finding], findings: Sequence[Finding]) -> None:
+    for finding in mended:
+        if finding.edit is not None:
+            print(printable(f"{finding.place}: fixed: {finding.edit.old} is now {finding.edit.new}"))
+    for finding in findings:
+        _print_finding(finding)
+    described = (report.models, {name: f"KV cache {text}" for name, text in report.kv_cache.items()}, report.memory)
+    for text_of in described:
+        for name, text in text_of.items():
+            print(printable(f"{name}: {text}"))
+    errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
+    print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
 
 
 def _as_json(report: CheckReport, mended: list[Finding]) -> dict[str, object]:
@@ -59,6 +99,7 @@ def _as_json(report: CheckReport, mended: list[Finding]) -> dict[str, object]:
         "models": report.models,
         "fixed": [_row(finding) for finding in mended],
         "kv_cache": report.kv_cache,
+        "memory": report.memory,
         "findings": [_row(finding) for finding in report.findings],
     }
 

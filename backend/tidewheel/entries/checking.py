@@ -46,6 +46,7 @@ class CheckReport:
     findings: list[Finding] = field(default_factory=list)
     models: dict[str, str] = field(default_factory=dict)  # by name: architecture, and native or through transformers
     kv_cache: dict[str, str] = field(default_factory=dict)  # by name: memory of a token and of the longest request
+    memory: dict[str, str] = field(default_factory=dict)  # by name: of the weights, and room for the cache
     needs: dict[str, tuple[EngineConfig, MemoryNeeds]] = field(default_factory=dict)  # by name
 
     def add(self, findings: Iterable[Finding]) -> None:
@@ -168,6 +169,8 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
         report.models[entry.name] = judge.implementation
     if judge.cache_of_a_request:
         report.kv_cache[entry.name] = judge.cache_of_a_request
+    if judge.memory:
+        report.memory[entry.name] = judge.memory
 
 
 def _judge_one_shot(entry: Entry, config: EngineConfig, report: CheckReport) -> Iterator[Problem]:

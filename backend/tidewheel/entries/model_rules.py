@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +16,14 @@ from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
 from tidewheel.model_formats import foreign_format
+from tidewheel.models.architectures import possible_num_ranks
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.model_folder import cached_folder, read_config
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
-from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
-from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
+from tidewheel.runner.device import check_deterministic, check_ranks_fit, device_name, resolve_device
+from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, total_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
 from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
@@ -38,6 +41,8 @@ class MemoryNeeds(NamedTuple):
     weights: int
     cache: int
     host: int
+    device_bytes: int
+    limit: int  # of the device's memory; 0: none
 
     @property
     def of_host(self) -> int:
@@ -54,6 +59,7 @@ class ModelJudge:
         self.needs: MemoryNeeds | None = None
         self.implementation = ""  # such as "LlamaForCausalLM, native"; empty: not known
         self.cache_of_a_request = ""  # in words; empty: not known
+        self.memory = ""  # in words: of the weights, and what is left for the cache
         self._config = config
         self._is_this_machine = is_this_machine
         self._folder: Path | None = None
@@ -132,37 +138,71 @@ class ModelJudge:
             self.cache_of_a_request = _cache_of_a_request(self._plan, layout)
         if not self._is_this_machine or self._source is None:
             return ()
-        self.needs, shortened = self._needs(self._plan, self._source)
+        try:
+            self.needs, shortened, self.memory = _needs(self._plan, self._source)
+        except ConfigError as refusal:
+            raise ConfigError(f"{refusal}{_remedy_of_ranks(self._plan, self._source)}") from None
         return [note("", shortened)] if shortened else ()
 
-    def _needs(self, plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str]:
-        config, decoder, device = self._config, plan.rank_native, plan.device
-        weights = plan.check_fits(source)
-        check_deterministic(config.deterministic, device)
-        cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
-        if decoder is not None:
-            layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
-            budget = self._budget(layout, weights, plan)
-            is_automatic = config.max_model_len == "auto"
-            size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)
-            one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
-            num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
-            cache, shortened = num_blocks * layout.block_bytes, size.shortened
-        ranks = self._shard.num_ranks
-        of_device = ranks if device.type == "cpu" else 1
-        needs = MemoryNeeds(device.type, of_device * weights, of_device * cache, ranks * int(config.swap_space * GIB))
-        _check_host_memory(needs)
-        return needs, shortened
 
-    def _budget(self, layout: CacheLayout, weights: int, plan: ModelPlan) -> MemoryBudget:
-        config, claim = self._config, None
-        rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
-        needs = {"weights": weights, "estimated steps": estimated_activation_bytes(step, layout.shape, plan.dtype)}
-        if plan.device.type == "cpu":
-            needs["swap_space"] = int(config.swap_space * GIB)
-            claim = MemoryClaim(takes_share=False, others=sum(needs.values()))
-        return cache_budget(config, layout, plan.max_model_len, needs, plan.device, claim)
+def _needs(plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str, str]:
+    """Return what the model takes, the log line of a shortened context, and both in words. Raise `ConfigError`."""
+    config, decoder, device, ranks = plan.config, plan.rank_native, plan.device, plan.shard.num_ranks
+    of_all = ""
+    if ranks > 1:
+        whole = plan._replace(shard=Shard()).decoder(source, torch.device("meta")).weights_bytes
+        of_all = f"{shown_bytes(whole)}, on each of {ranks} ranks "
+    weights = plan.check_fits(source)
+    memory = f"weights {of_all}{shown_bytes(weights)}"
+    check_deterministic(config.deterministic, device)
+    cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
+    free, total = available_host_bytes(), total_host_bytes()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    memory += f"; {'this machine' if device.type == 'cpu' else device_name(device)} has {shown_bytes(free)} free of "
+    memory += shown_bytes(total)
+    if decoder is not None:
+        layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
+        budget = _budget(layout, weights, plan)
+        is_automatic = config.max_model_len == "auto"
+        size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)
+        one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
+        num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
+        cache, shortened = num_blocks * layout.block_bytes, size.shortened
+        memory += f": room for {size.num_blocks:,} blocks, {size.num_blocks * layout.block_size:,} tokens"
+    of_device = ranks if device.type == "cpu" else 1
+    limit = config.memory_limit(total)
+    needs = MemoryNeeds(
+        device.type, of_device * weights, of_device * cache, ranks * int(config.swap_space * GIB), total,
+        0 if limit is None else limit.bytes,
+    )  # fmt: skip
+    _check_host_memory(needs)
+    return needs, shortened, memory
+
+
+def _budget(layout: CacheLayout, weights: int, plan: ModelPlan) -> MemoryBudget:
+    config, claim = plan.config, None
+    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
+    needs = {"weights": weights, "estimated steps": estimated_activation_bytes(step, layout.shape, plan.dtype)}
+    if plan.device.type == "cpu":
+        needs["swap_space"] = int(config.swap_space * GIB)
+        claim = MemoryClaim(takes_share=False, others=sum(needs.values()), num_ranks=plan.shard.num_ranks)
+    return cache_budget(config, layout, plan.max_model_len, needs, plan.device, claim)
+
+
+def _remedy_of_ranks(plan: ModelPlan, source: WeightSource) -> str:
+    """Return the least larger number of GPUs that holds the model, as a remedy; empty if there is none."""
+    if plan.device.type == "cpu" or not isinstance(plan.native, Decoder):  # ranks share a CPU's memory
+        return ""
+    for number in possible_num_ranks(plan.native.config):
+        if number > plan.shard.num_ranks:
+            config = replace(plan.config, tensor_parallel_size=number)
+            with contextlib.suppress(ConfigError):
+                of_rank = plan_model(plan.folder, plan.fields, config, plan.device, Shard(num_ranks=number))
+                _needs(of_rank, source)
+                return f"; it fits {number} such GPUs, with tensor_parallel_size {number}"
+    return ""
 
 
 def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None]) -> Iterator[Problem]:
@@ -203,10 +243,18 @@ def together(engines: Mapping[str, tuple[EngineConfig, MemoryNeeds]]) -> Iterato
             f"{names} together need {shown_bytes(host)} of host memory, and {shown_bytes(available)} are free: "
             "lower kv_cache_memory_mb or swap_space, or serve fewer with --models"
         )
+    for device in ("cpu", "cuda"):
+        limited = {name: needs for name, (_, needs) in engines.items() if needs.limit and needs.device == device}
+        total = max((needs.device_bytes for needs in limited.values()), default=0)
+        if (taken := sum(needs.limit for needs in limited.values())) > total:
+            yield (
+                f"device_memory_share and device_memory_mb of {', '.join(sorted(limited))} are {shown_bytes(taken)} "
+                f"together, and the device has {shown_bytes(total)}: lower them"
+            )
     shares = [
         config.gpu_memory_utilization
         for config, needs in engines.values()
-        if needs.device == "cuda" and config.kv_cache_memory_mb is None
+        if needs.device == "cuda" and config.kv_cache_memory_mb is None and not needs.limit
     ]
     if sum(shares) > 1.0:
         yield (f"gpu_memory_utilization of {names} is {sum(shares):g} together: at most 1 is allowed on one GPU")

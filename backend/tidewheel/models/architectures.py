@@ -166,8 +166,12 @@ def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
 def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
     """Raise `ConfigError` if so many ranks cannot hold equal parts of the model."""
     if objection := _objection_to_ranks(config, num_ranks):
-        fitting = [str(n) for n in range(1, config.num_q_heads + 1) if not _objection_to_ranks(config, n)]
-        raise ConfigError(f"tensor_parallel_size is {num_ranks}: {objection}; set it to {' or '.join(fitting)}")
+        fitting = " or ".join(map(str, possible_num_ranks(config)))
+        raise ConfigError(f"tensor_parallel_size is {num_ranks}: {objection}; set it to {fitting}")
+
+
+def possible_num_ranks(config: ModelConfig) -> list[int]:
+    return [number for number in range(1, config.num_q_heads + 1) if not _objection_to_ranks(config, number)]
 
 
 def _objection_to_ranks(config: ModelConfig, num_ranks: int) -> str:

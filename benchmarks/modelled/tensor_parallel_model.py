@@ -39,6 +39,7 @@ DECODE_FACTORS = (
     "sampling", "between steps",
 )  # fmt: skip
 PROMPTS = (512, 2048, 8192)  # tokens
+SURPLUS_US = 32  # of a layer of SGLang in 2024, beside the model: `check_steps`
 REQUESTS = (32, 128, 512, 1024)  # that `GOAL_RANKS` devices have in all
 BLOCK_SIZE = 64
 MOST_PROMPT_TOKENS = 8192  # of a step
@@ -112,6 +113,7 @@ def goal(name: str, machine: str, ways: tuple[str, ...], context: int = CONTEXTS
         at_ends(name, machine, 1, ways), at_ends(name, machine, GOAL_RANKS, ways), whole, strict=True
     ):
         alone_s = one.seconds(GOAL_BATCH, context)
+        surplus_s = 1e-6 * SURPLUS_US * one.shape.layers
         quiet_s = several.seconds_without_all_reduces(GOAL_BATCH, context)
         contexts = (
             tokens for tokens in range(256, 65_536, 256)
@@ -120,6 +122,8 @@ def goal(name: str, machine: str, ways: tuple[str, ...], context: int = CONTEXTS
         figures = {
             "times": alone_s / several.seconds(GOAL_BATCH, context),
             "times if all logits are gathered": alone_s / with_all.seconds(GOAL_BATCH, context),
+            f"times if layers took {SURPLUS_US} us longer": (alone_s + surplus_s)
+            / (several.seconds(GOAL_BATCH, context) + surplus_s),
             "times if all-reduces took no time": alone_s / quiet_s,
             "us of an all-reduce": 1e6 * several.all_reduce_seconds(GOAL_BATCH),
             "us of an all-reduce for the goal": 1e6 * (alone_s / GOAL - quiet_s) / several.num_all_reduces,

@@ -13,7 +13,7 @@ from modelled.step_model import FACTORS, Host, Model, Work
 ENDS = ("slow", "fast")  # of every factor
 MEMORY_SHARE = 0.9  # of a GPU, for weights and KV cache: the default of `gpu_memory_utilization`
 SEND_S = 7e-6  # of the host, for each other rank: `rank_messages`, rounded up
-CANDIDATES, CANDIDATE_BYTES = 64, 8  # that a rank offers for a row: a logit and its token
+CANDIDATES, CANDIDATE_BYTES = 257, 8  # that a rank offers for a row: a logit and its token
 
 
 class AllReduce(NamedTuple):

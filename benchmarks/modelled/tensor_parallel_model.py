@@ -32,7 +32,7 @@ from tidewheel.simulate.cost_model import CostModel
 MODELS = ("llama-3.1-8b", "qwen3-8b")
 RANKS, BATCHES, CONTEXTS = (1, 2, 4, 8), (1, 8, 32, 128, 256), (1024, 4096)
 GOAL_RANKS, GOAL_BATCH, GOAL = 4, 128, 3.0  # times the tokens/s of one device
-WAYS = tuple(NVLINK)
+SERVED, FASTEST = ("NCCL",), tuple(NVLINK)  # ways of an all-reduce: today's, and those of which the fastest is taken
 HOPPER = ("H100 SXM", "H200")
 DECODE_FACTORS = (
     "decode attention", "products", "start of a product", "start of a decode", "small kernels", "kernel boundary",
@@ -57,9 +57,9 @@ def at_ends(
     ]
 
 
-def predict(name: str, machine: str) -> Iterator[dict[str, Any]]:
+def predict(name: str, machine: str, ways: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield what each number of ranks does with each batch; pairs are the slow and the fast end."""
-    ranks = {num_ranks: at_ends(name, machine, num_ranks, WAYS) for num_ranks in RANKS}
+    ranks = {num_ranks: at_ends(name, machine, num_ranks, ways) for num_ranks in RANKS}
     for context in CONTEXTS:
         for batch in BATCHES:
             one = [model.tokens_per_s(batch, context) for model in ranks[1]]
@@ -87,7 +87,7 @@ def arrangements(name: str, machine: str) -> Iterator[dict[str, Any]]:
                 replicas = GOAL_RANKS // num_ranks
                 speeds = [
                     replicas * model.tokens_per_s(requests // replicas, context)
-                    for model in at_ends(name, machine, num_ranks, WAYS)
+                    for model in at_ends(name, machine, num_ranks, SERVED)
                 ]
                 row[f"{replicas} x {num_ranks}"] = [round(speed) for speed in speeds]
             yield row
@@ -95,7 +95,7 @@ def arrangements(name: str, machine: str) -> Iterator[dict[str, Any]]:
 
 def prompts(name: str, machine: str) -> Iterator[dict[str, Any]]:
     """Yield milliseconds of lone prompts on one device, and how many times as fast several are."""
-    ranks = {num_ranks: at_ends(name, machine, num_ranks, WAYS) for num_ranks in RANKS}
+    ranks = {num_ranks: at_ends(name, machine, num_ranks, SERVED) for num_ranks in RANKS}
     for num_tokens in PROMPTS:
         one, *others = ([model.prompt_seconds(num_tokens) for model in ends] for ends in ranks.values())
         times = {
@@ -175,7 +175,7 @@ def check_steps() -> Iterator[dict[str, Any]]:
 
 def cost_model(name: str, machine: str, num_ranks: int) -> CostModel:
     """Return the mean of both ends as a cost for `tidewheel simulate`, in which the ranks are one device."""
-    ends, shape, part = at_ends(name, machine, num_ranks, WAYS), SHAPES[name], part_of(SHAPES[name], num_ranks)
+    ends, shape, part = at_ends(name, machine, num_ranks, SERVED), SHAPES[name], part_of(SHAPES[name], num_ranks)
 
     def seconds(batch: int, context: int) -> float:
         return statistics.mean(model.seconds(batch, context) for model in ends)
@@ -268,14 +268,19 @@ def main() -> None:
         "assumptions": assumptions(),
         "published_all_reduces": list(check_all_reduces()),
         "published_steps": list(check_steps()),
-        "predicted": {name: {machine: list(predict(name, machine)) for machine in MACHINES} for name in MODELS},
+        "predicted": {
+            name: {machine: list(predict(name, machine, SERVED)) for machine in MACHINES} for name in MODELS
+        },
+        "predicted_fastest": {
+            name: {machine: list(predict(name, machine, FASTEST)) for machine in HOPPER} for name in MODELS
+        },
         "prompts": {name: {machine: list(prompts(name, machine)) for machine in MACHINES} for name in MODELS},
         "arrangements": {
             name: {machine: list(arrangements(name, machine)) for machine in MACHINES} for name in MODELS
         },
         "goal": {
             name: {
-                machine: {" or ".join(ways): goal(name, machine, ways) for ways in (("NCCL",), WAYS)}
+                machine: {" or ".join(ways): goal(name, machine, ways) for ways in (SERVED, FASTEST)}
                 for machine in HOPPER
             }
             for name in MODELS

@@ -10,8 +10,9 @@ from modelled.roofline import SHAPES, kv_bytes_per_token, part_of, weights_bytes
 from modelled.step_model import Host, Model, Work
 from modelled.tensor_parallel import ENDS, MACHINES, NVLINK, TensorParallelModel
 from modelled.tensor_parallel_model import (
+    FASTEST,
     RANKS,
-    WAYS,
+    SERVED,
     arrangements,
     at_ends,
     check_all_reduces,
@@ -29,7 +30,7 @@ LLAMA, H100 = SHAPES["llama-3.1-8b"], MACHINES["H100 SXM"]
 
 def model(num_ranks: int, *, host_s: float = 0.0, gathers_candidates: bool = True) -> TensorParallelModel:
     return TensorParallelModel(
-        LLAMA, H100, num_ranks, "slow", ways=WAYS, host_s=host_s, gathers_candidates=gathers_candidates
+        LLAMA, H100, num_ranks, "slow", ways=FASTEST, host_s=host_s, gathers_candidates=gathers_candidates
     )
 
 
@@ -57,7 +58,7 @@ def test_a_step_of_ranks_has_two_all_reduces_for_a_layer_and_one_for_the_embeddi
     assert four.num_all_reduces == 65
     added = four.seconds(128, 1024) - four.seconds_without_all_reduces(128, 1024)
     assert added == pytest.approx(65 * four.all_reduce_seconds(128))
-    assert four.all_reduce_seconds(128) == min(NVLINK[way].seconds(128 * 4096 * 2, 4, "slow") for way in WAYS)
+    assert four.all_reduce_seconds(128) == min(NVLINK[way].seconds(128 * 4096 * 2, 4, "slow") for way in FASTEST)
 
 
 def test_gathering_all_logits_takes_longer() -> None:
@@ -89,18 +90,18 @@ def test_published_steps_are_met() -> None:
 
 
 def test_more_ranks_decode_faster_and_less_than_in_proportion() -> None:
-    for row in predict("llama-3.1-8b", "H100 SXM"):
+    for row in predict("llama-3.1-8b", "H100 SXM", SERVED):
         if row["context"] == 1024:
             assert row["ranks"] == 1 or all(1 < times < row["ranks"] for times in row["times"])
 
 
 def test_the_goal_is_out_of_reach_at_short_contexts_and_within_reach_at_long_ones() -> None:
-    figures = goal("llama-3.1-8b", "H100 SXM", WAYS)
+    figures = goal("llama-3.1-8b", "H100 SXM", FASTEST)
     assert all(2.5 < times < 3.0 for times in figures["times"])
     assert all(times >= 3.0 for times in figures["times if all-reduces took no time"])
     assert all(2048 <= context <= 2560 for context in figures["context for the goal"])
     for end, needed in zip(ENDS, figures["us of an all-reduce for the goal"], strict=True):
-        one, four = (at_ends("llama-3.1-8b", "H100 SXM", ranks, WAYS)[ENDS.index(end)] for ranks in (1, 4))
+        one, four = (at_ends("llama-3.1-8b", "H100 SXM", ranks, FASTEST)[ENDS.index(end)] for ranks in (1, 4))
         seconds = four.seconds_without_all_reduces(128, 1024) + 65 * 1e-6 * needed
         assert one.seconds(128, 1024) / seconds == pytest.approx(3.0)
 
@@ -121,5 +122,5 @@ def test_the_simulator_takes_ranks_as_one_device(num_ranks: int, tmp_path: Path)
     cost_model("llama-3.1-8b", "H100 SXM", num_ranks).save(tmp_path / "cost.json")
     cost = CostModel.load(tmp_path / "cost.json")
     step = StepFeatures(128, 128, 128, 0, 128 * 1024, 0)
-    slow, fast = (ends.seconds(128, 1024) for ends in at_ends("llama-3.1-8b", "H100 SXM", num_ranks, WAYS))
+    slow, fast = (ends.seconds(128, 1024) for ends in at_ends("llama-3.1-8b", "H100 SXM", num_ranks, SERVED))
     assert fast <= cost.step_seconds(step) <= slow

@@ -160,6 +160,9 @@ GATEWAY_ERRORS = _gateway_counter("tidewheel_gateway_errors_total", "requests th
 GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests without a whole answer")
 GATEWAY_HANG_UPS = _gateway_counter("tidewheel_gateway_hang_ups_total", "requests whose client went away")
 GATEWAY_MOVED = _gateway_counter("tidewheel_gateway_moved_total", "requests that went on to another server")
+UPSTREAM_SENT = _gateway_counter(
+    "tidewheel_gateway_upstream_requests_total", "requests sent to a server, moved ones too", label="upstream"
+)
 UPSTREAM_READY = _gateway_gauge(
     "tidewheel_gateway_upstream_ready", "1 for a server that takes requests", label="upstream"
 )

@@ -166,10 +166,18 @@ def test_addresses_that_are_none(text: str) -> None:
         Address.parse(text)
 
 
+@pytest.mark.parametrize("text", ["h:1,cost=", "h:1,cost=-1", "h:1,cost=1,cost=2", "h:1,grpc=2", "h:1,metrics=0"])
+def test_numbers_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cost=N"):
+        Address.parse(text)
+
+
 def test_addresses() -> None:
     assert Address.parse("h:8001") == Address("h:8001")
     assert Address.parse("[::1]:1,health=3,metrics=2") == Address("[::1]:1", "[::1]:2", "[::1]:3")
     assert Address.parse("dns:h:1,metrics=2") == Address("h:1", "h:2", is_name_of_many=True)
+    assert Address.parse("h:1,cost=5,http=2") == Address("h:1", http="h:2", cost=5)
+    assert Address.parse("dns:h:1,cost=70000").at("10.0.0.1") == Address("10.0.0.1:1", cost=70000)
     assert Address.parse("dns:h:1,metrics=2").at("::1") == Address("[::1]:1", "[::1]:2")
 
 

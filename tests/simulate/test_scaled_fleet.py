@@ -51,7 +51,7 @@ def sent_at(run: Simulator) -> dict[int, list[float]]:
     sent = run.fleet.sent
 
     def note(number: int) -> None:
-        times[number].append(run._now)
+        times[number].append(run.now)
         sent(number)
 
     run.fleet.sent = note  # type: ignore[method-assign]
@@ -77,7 +77,7 @@ def test_a_draining_replica_gets_nothing_new_ends_its_own_and_leaves(is_coarse: 
     run, _ = scripted([4, 4, 4, 1, 1, 1, 3, 3, 2], is_coarse=is_coarse, router="round-robin")
     times = sent_at(run)
     outcomes = run.run()
-    gone = [number for number, stay in enumerate(run.fleet.stays) if stay.end < run._now]
+    gone = [number for number, stay in enumerate(run.fleet.stays) if stay.end < run.now]
     assert len(gone) >= 3
     removed_at = {0.75: 3, 2.0: 1}  # decision → replicas given up
     for number in gone:
@@ -131,8 +131,8 @@ def test_replica_seconds_count_starts_and_drains() -> None:
     first, second = run.fleet.stays
     left = next(stay for stay in (first, second) if stay.end < np.inf)
     assert left.begin == 0.0 and left.end >= 0.5
-    assert run.fleet.replica_seconds(run._now) == pytest.approx(run._now + left.end)
-    assert run.summary()["replicas"]["hours"] == pytest.approx((run._now + left.end) / 3600)
+    assert run.fleet.replica_seconds(run.now) == pytest.approx(run.now + left.end)
+    assert run.summary()["replicas"]["hours"] == pytest.approx((run.now + left.end) / 3600)
 
 
 @COARSE

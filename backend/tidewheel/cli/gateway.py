@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 
 from tidewheel.cli.usage import UsageError, fields_of, seconds, whole_number
-from tidewheel.gateway import MAX_BODY_MB
+from tidewheel.gateway import ADDRESS_FORM, MAX_BODY_MB
 
 DEFAULT_UPSTREAM = "127.0.0.1:8001,metrics=8002,health=8003,http=8000"
 WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
@@ -16,10 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = (
         "gRPC endpoint of a server, and its ports of metrics, readiness and HTTP (for /v2/models/…/generate); "
         "several are balanced; with dns:, every address that the name has is a server, asked for again every 2 s "
+        "those of the least cost are preferred while they have room (default of cost: 0; docs/openai.md) "
         f"(default: {DEFAULT_UPSTREAM})"
     )
-    form = "[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]"
-    parser.add_argument("--url", action="append", metavar=form, help=text)
+    parser.add_argument("--url", action="append", metavar=ADDRESS_FORM, help=text)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     text = "0 takes a free one (default: %(default)s)"
     parser.add_argument("--port", type=port, default=8080, metavar="N", help=text)

@@ -23,6 +23,8 @@ class RouteRequest(NamedTuple):
     num_tokens: int = 0  # or an estimate
     chunks: tuple[int, ...] = ()  # result of `chunk_hashes`
     chunk_tokens: int = 1
+    due: float = math.inf  # deadline, on the router's clock
+    tells_start: bool = True  # `started` is called at the first token, not at the end
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +36,10 @@ class RoutedRequest(Generic[T]):
     has_started: bool = False
     stamp: int = 0  # in the `PrefixIndex`
     known: tuple[int, ...] = ()  # earlier stamps of cached chunks
+    # Of `TieredRouter`:
+    sent: float = 0.0
+    num_ahead: int = 0  # unstarted requests of its class and above
+    waited_s: float | None = None  # before the start, if the replica has reported it
 
 
 def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
@@ -52,7 +58,7 @@ class Router(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.slots: dict[T, int] = {}  # in order of joining
+        self.slots: dict[T, int] = {}
         self.names: list[T | None] = []
         self.num_open: Float64Array = np.zeros(0)
         self.waiting: Float64Array = np.zeros((len(Priority), 0))  # uncomputed prompt tokens, of a class and above
@@ -100,6 +106,10 @@ class Router(Generic[T]):
         num_open = self.open_without(excluded)
         slot = int(num_open.argmin())
         return self.names[slot] if np.isfinite(num_open[slot]) else None
+
+    def may_overflow(self, request: RouteRequest, replica: T) -> bool:  # noqa: ARG002
+        """Return whether the replica may take a request that a busy, cheaper one has refused."""
+        return True
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
         """Count a request at the replica to which it was sent."""

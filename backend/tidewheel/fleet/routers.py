@@ -55,18 +55,11 @@ def _hash(text: str) -> int:
 
 
 class RoundRobinRouter(Router[T]):
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = 0
-
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
-        order = list(self.slots)
-        turns = (order[(self._next + turn) % len(order)] for turn in range(len(order)))
-        return next((replica for replica in turns if replica not in excluded), None)
+        return next((replica for replica in self.slots if replica not in excluded), None)
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        order = list(self.slots)
-        self._next = (order.index(replica) + 1) % len(order)
+        self.slots[replica] = self.slots.pop(replica)  # after all others
         return super().chosen(request, replica)
 
 
@@ -104,12 +97,12 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         self.prefixes = PrefixIndex(max_known)
         self._max_sessions = max_sessions
         self._homes: dict[str, T] = {}  # session → last replica, in LRU order
-        self._unstarted: dict[int, set[int]] = {}  # slot → stamps of requests with uncomputed prompts
+        self._unstarted: dict[int, dict[int, RoutedRequest[T]]] = {}  # slot → stamp → request with uncomputed prompt
 
     def _add(self, replica: T, slot: int) -> None:
         super()._add(replica, slot)
         self.prefixes.join(slot)
-        self._unstarted[slot] = set()
+        self._unstarted[slot] = {}
 
     def _remove(self, slot: int) -> None:
         super()._remove(slot)
@@ -180,7 +173,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         num_uncached = max(request.num_tokens - len(known) * request.chunk_tokens, 1)
         routed = self.count(request, replica, num_uncached)
         routed.stamp, routed.known = self.prefixes.touch(slot, request.chunks), known
-        self._unstarted[slot].add(routed.stamp)
+        self._unstarted[slot][routed.stamp] = routed
         if request.session:
             self._homes.pop(request.session, None)
             self._homes[request.session] = replica
@@ -193,7 +186,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
 
         It has evicted some if two fewer (one may be rounding) are cached than indexed, and no request computes them.
         """
-        self._unstarted[slot].discard(routed.stamp)
+        self._unstarted[slot].pop(routed.stamp, None)
         if not routed.has_started:
             self.prefixes.forget(slot, routed.request.chunks, routed.stamp)
         if not routed.has_started or num_cached_tokens is None:

@@ -228,7 +228,9 @@ class Gateway:
     def _current_counts(self) -> Counts:
         counts = self._counts.copy()
         counts[series(metrics.GATEWAY_MOVED)] += self._upstreams.num_moved  # before a restart, and since
-        counts.update({series(metrics.UPSTREAM_OPEN, one.address.grpc): one.num_open for one in self._upstreams.each})
+        for one in self._upstreams.each:
+            counts[series(metrics.UPSTREAM_OPEN, one.address.grpc)] = one.num_open
+            counts[series(metrics.UPSTREAM_SENT, one.address.grpc)] += one.num_sent
         return counts
 
     async def _metrics(self, _: web.Request) -> web.Response:

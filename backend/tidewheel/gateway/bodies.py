@@ -137,14 +137,14 @@ class UpstreamRequest:
             return None
         return deadline_ms - 1000 * (time.monotonic() - self.begun)
 
-    def params_left(self) -> Mapping[str, object]:
-        """Parameters with the remaining deadline. Raise `DeadlineExceeded`."""
+    def params_left(self, round_trip_s: float = 0.0) -> Mapping[str, object]:
+        """Parameters with the deadline that remains for a server so far away. Raise `DeadlineExceeded`."""
         left_ms = self.left_ms
         if left_ms is None:
             return self.params
         if left_ms < 1:
             raise DeadlineExceeded(f"deadline_ms is {self.params['deadline_ms']}: it passed as a server was lost")
-        return self.params | {"deadline_ms": int(left_ms)}
+        return self.params | {"deadline_ms": max(int(left_ms - 1000 * round_trip_s), 1)}
 
 
 def parse(data: bytes) -> Fields:

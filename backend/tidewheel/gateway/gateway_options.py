@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from tidewheel.gateway import MAX_BODY_MB
+from tidewheel.gateway import ADDRESS_FORM, MAX_BODY_MB
 from tidewheel.gateway.output_parser import Reasoning
 
 _DNS = "dns:"
+_PORTS = ("metrics", "health", "http")
 
 
 class Address(NamedTuple):
@@ -19,26 +20,27 @@ class Address(NamedTuple):
     health: str = ""  # of `tidewheel serve`, or by `health_port`
     http: str = ""  # of Triton, for proxied requests
     is_name_of_many: bool = False  # each address of the host is a server
+    cost: int = 0  # servers of the least are preferred
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Return the address `[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]`. Raise ValueError."""
+        """Return the address of a text in `ADDRESS_FORM`. Raise ValueError."""
         authority, *others = text.removeprefix(_DNS).split(",")
         host, _, port = authority.rpartition(":")
         pairs = (other.partition("=") for other in others)
-        ports = {name: number for name, _, number in pairs}
-        is_number = all(one.isdecimal() and 0 < int(one) < 65536 for one in (port, *ports.values()))
-        if not host or not is_number or len(ports) < len(others) or ports.keys() - {"metrics", "health", "http"}:
-            raise ValueError(
-                f"{text!r} is no address: write [dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]"
-            )
-        authorities = {name: f"{host}:{port}" for name, port in ports.items()}
-        return cls(authority, **authorities, is_name_of_many=text.startswith(_DNS))
+        numbers = {name: number for name, _, number in pairs}
+        are_numbers = all(number.isdecimal() for number in (port, *numbers.values()))
+        if host and are_numbers and len(numbers) == len(others) and numbers.keys() <= {*_PORTS, "cost"}:
+            cost = int(numbers.pop("cost", 0))
+            if all(0 < int(one) < 65536 for one in (port, *numbers.values())):
+                authorities = {name: f"{host}:{one}" for name, one in numbers.items()}
+                return cls(authority, **authorities, is_name_of_many=text.startswith(_DNS), cost=cost)
+        raise ValueError(f"{text!r} is no address: write {ADDRESS_FORM}")
 
     def at(self, host: str) -> Address:
         host = f"[{host}]" if ":" in host else host
         grpc, metrics, health, http = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:4])
-        return Address(grpc, metrics, health, http)
+        return Address(grpc, metrics, health, http, cost=self.cost)
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -10,6 +11,7 @@ import aiohttp
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
+from tidewheel.fleet.tiers import ReplicaTerms
 from tidewheel.gateway.gateway_options import Address
 from tidewheel_client import Health
 from tidewheel_client.errors import RequestError
@@ -27,6 +29,7 @@ _STREAMED = ("generate", "draw")  # by decoupled models
 LOOK_S = 0.5
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
+NUM_ROUND_TRIPS = 20  # whose least counts: others waited for a processor
 
 
 class Upstream:
@@ -35,14 +38,20 @@ class Upstream:
         self.address = address
         self.name = name
         self.num_open = 0  # requests
+        self.num_sent = 0
         self.not_ready = "it was not asked yet"  # reason; empty: ready
         self.models: Mapping[str, Task] = {}  # what each does
+        self._round_trips = deque[float](maxlen=NUM_ROUND_TRIPS)
         self._tasks: dict[str, Task | None] = {}  # None: a model that the gateway does not serve
         self.triton = AsyncGrpcTransport(address.grpc)
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = -FRESH_S
         self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def terms(self) -> ReplicaTerms:
+        return ReplicaTerms(self.address.cost, min(self._round_trips, default=0.0))
 
     async def close(self) -> None:
         self._watching.cancel()
@@ -99,7 +108,9 @@ class Upstream:
         return "" if reply.ready else "Triton is not ready"
 
     async def _list_models(self) -> Mapping[str, Task]:
+        sent = time.monotonic()
         index = await self.triton.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True), PROBE_S)
+        self._round_trips.append(time.monotonic() - sent)
         known, names = self._tasks, {model.name for model in index.models}
         self._tasks = {name: known[name] if name in known else await self._find_task(name) for name in names}
         return {name: task for name, task in self._tasks.items() if task}

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
+import time
 from array import array
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
 from tidewheel.fleet.routers import PrefixAwareRouter
+from tidewheel.fleet.tiers import TieredRouter
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
 from tidewheel.gateway.upstream import PROBE_S, TASKS, Task, Upstream
@@ -40,6 +43,7 @@ class Attempt:
         self.route = route_request(request, index)
         self.refused: list[Upstream] = []
         self.num_cached: int | None = None  # tokens of the route, if the server has reported them
+        self.queue_s: float | None = None  # likewise
         self.encode(request.params)
 
     @property
@@ -73,6 +77,7 @@ class Attempt:
         for chunk in chunks:
             if chunk.perf is not None and chunk.index == 0 and chunk.num_input_tokens:
                 self.num_cached = self.route.num_tokens * chunk.perf.num_cached_tokens // chunk.num_input_tokens
+                self.queue_s = (chunk.perf.first_scheduled_time_ns - chunk.perf.arrival_time_ns) / 1e9
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
@@ -86,6 +91,8 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
         num_tokens=max(len(data) // BYTES_PER_TOKEN, 1),
         chunks=chunk_hashes(data, CHUNK_TOKENS * BYTES_PER_TOKEN, str(tenant), str(salt)),
         chunk_tokens=CHUNK_TOKENS,
+        due=math.inf if request.left_ms is None else time.monotonic() + request.left_ms / 1000,
+        tells_start=request.stream,
     )
 
 
@@ -110,6 +117,8 @@ class Upstreams:
         self._addresses = addresses
         self._members: dict[str, Upstream] = {}  # by authority
         self._router: Router[str] = PrefixAwareRouter()
+        if len({address.cost for address in addresses}) > 1:
+            self._router = TieredRouter(lambda authority: self._members[authority].terms)
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_moved = 0  # requests retried on another server
 
@@ -203,14 +212,15 @@ class Upstreams:
         A failed server gets no retry; a lost one gets no requests until its next poll.
         """
         while True:
-            while (authority := self._router.choose(attempt.route, self._unfit(attempt))) is None:
-                await self._wait(attempt)
-            upstream, routed = self._members[authority], self._router.chosen(attempt.route, authority)
+            upstream = await self._choose(attempt)
+            routed = self._router.chosen(attempt.route, upstream.address.grpc)
             upstream.num_open += 1
+            upstream.num_sent += 1
             try:
                 async with contextlib.aclosing(attempt.send(upstream)) as responses:
                     async for response in responses:
                         if not routed.has_started:
+                            routed.waited_s = attempt.queue_s
                             self._router.started(routed)
                         yield response
                 return
@@ -222,7 +232,7 @@ class Upstreams:
                     raise EngineDead(f"the server was lost while it answered: {error.message}") from None
                 if routed.has_started or not error.retryable:
                     raise
-                attempt.refused.append(upstream)
+                attempt.refused += [upstream, *(self._too_dear(attempt, upstream) if isinstance(error, Busy) else ())]
                 refusal = error
             finally:
                 upstream.num_open -= 1
@@ -231,6 +241,14 @@ class Upstreams:
                 raise refusal
             self.num_moved += 1
             attempt.encode(attempt.request.params_left())
+
+    async def _choose(self, attempt: Attempt) -> Upstream:
+        while (authority := self._router.choose(attempt.route, self._unfit(attempt))) is None:
+            await self._wait(attempt)
+        upstream = self._members[authority]
+        if upstream.terms.cost:
+            attempt.encode(attempt.request.params_left(upstream.terms.round_trip_s))
+        return upstream
 
     async def _wait(self, attempt: Attempt) -> None:
         """Raise `NoServer`; a cluster's subclass waits for a replica."""
@@ -243,6 +261,11 @@ class Upstreams:
                 async with asyncio.timeout(PROBE_S):
                     await asyncio.gather(*(one.look() for one in self.each if one not in attempt.refused))
         return self._has_fit(attempt)
+
+    def _too_dear(self, attempt: Attempt, busy: Upstream) -> list[Upstream]:
+        """Return the servers to which a busy server's request must not overflow."""
+        dearer = (one for one in self.each if one.address.cost > busy.address.cost)
+        return [one for one in dearer if not self._router.may_overflow(attempt.route, one.address.grpc)]
 
     def _has_fit(self, attempt: Attempt) -> bool:
         return len(self._unfit(attempt)) < len(self._members)

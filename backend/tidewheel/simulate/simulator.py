@@ -201,7 +201,7 @@ class Simulator:
         self._routed: dict[int, RoutedRequest[int]] = {}  # by request
         self._turns: list[tuple[float, int]] = []  # heap of (time, replica), with stale entries
         self._next_turns: dict[int, float] = {}  # by replica
-        self._now = 0.0
+        self.now = 0.0
         self._held: deque[int] = deque()  # arrived while no replica was ready
         self.outcomes = SimulationOutcomes(trace)
 
@@ -236,7 +236,7 @@ class Simulator:
 
     def summary(self) -> Figures:
         steps = sum(replica.num_steps for replica in self.replicas)
-        end = max(self._now, float(self._trace.arrivals[-1]))
+        end = max(self.now, float(self._trace.arrivals[-1]))
         stays = [max(min(stay.end, end) - stay.begin, 1e-12) for stay in self.fleet.stays]
         busy = [replica.busy_seconds / stay for replica, stay in zip(self.replicas, stays, strict=True)] or [0.0]
         replicas = {
@@ -253,7 +253,7 @@ class Simulator:
     def _advance(self, until: float, num_arrivals: int) -> None:
         while (event := self.fleet.next_event) <= until and event < math.inf:
             self._run_turns(event)
-            self._now = event
+            self.now = event
             self.fleet.event(event, num_arrivals, len(self._held))
             while self._held and self.fleet.has_ready:
                 self._send(self._held.popleft(), event)
@@ -274,7 +274,7 @@ class Simulator:
             if self._next_turns.get(number) != now:  # stale
                 heapq.heappop(turns)
                 continue
-            self._now = now
+            self.now = now
             next_turn = self.replicas[number].turn(now)
             if next_turn is None:
                 del self._next_turns[number]
@@ -284,7 +284,7 @@ class Simulator:
                 heapq.heapreplace(turns, (next_turn, number))
 
     def _arrive(self, index: int, now: float) -> None:
-        self._now = now
+        self.now = now
         if self.fleet.has_ready:
             self._send(index, now)
         else:
@@ -309,4 +309,4 @@ class Simulator:
         index = int(request.request_id)
         self.outcomes.record(index, number, request)
         self._router.ended(self._routed.pop(index))
-        self.fleet.ended(number, self._now)
+        self.fleet.ended(number, self.now)

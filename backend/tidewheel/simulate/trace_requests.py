@@ -54,6 +54,7 @@ class TraceRequests:
             num_tokens=int(trace.prompt_tokens[index]),
             chunks=chunks,
             chunk_tokens=CHUNK_TOKENS,
+            due=float(trace.arrivals[index] + trace.deadlines[index]),
         )
 
     def request(self, index: int, now: float) -> Request:

@@ -1,8 +1,8 @@
-"""Time that the first rank takes to send a decode step to the others, by our sockets and by gloo's broadcast.
+"""Time of what ranks on a CPU exchange: a decode step's message, and sums of tensors, each also by gloo.
 
     python benchmarks rank_messages --ranks 2
 
-Between two steps the other ranks wait asleep, as they do in an engine.
+Between two messages the other ranks wait asleep, as they do in an engine. Sums follow each other at once.
 """
 
 from __future__ import annotations
@@ -12,20 +12,55 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import distributed
 
 from common.study import Study, show
 from tidewheel.batch import ScheduledBatch
-from tidewheel.runner.collectives import ProcessCollectives
+from tidewheel.runner.collectives import MemoryCollectives, create_memory
 from tidewheel.runner.rank_group import framed, receive
 from tidewheel.runner.step_messages import decode_step, encode_step
 
-ROUNDS, WARM_UP, PAUSE_S, LIMIT_S = 1000, 50, 0.0005, 60.0
+ROUNDS, LARGE_ROUNDS, WARM_UP, PAUSE_S, LIMIT_S = 1000, 100, 50, 0.0005, 60.0
 ACKNOWLEDGED = b"a"
+SUMS = [(shape, dtype) for dtype in (torch.float32, torch.bfloat16) for shape in ((1, 576), (16, 576), (256, 4096))]
+LARGE = 1 << 19  # elements
+
+
+class Gloo:
+    """Collectives by gloo, over the loopback."""
+
+    def __init__(self, rendezvous: Path, rank: int, num_ranks: int) -> None:
+        gloo: Any = distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        self._group = gloo(distributed.FileStore(str(rendezvous), num_ranks), rank, num_ranks, options)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self._group.allreduce([x]).wait()
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        self._group.broadcast([x]).wait()
+
+
+class Meeting(NamedTuple):
+    """What ranks need to begin."""
+
+    memory: int
+    rendezvous: Path
+    num_ranks: int
+
+    def groups(self, rank: int) -> Mapping[str, MemoryCollectives | Gloo]:
+        torch.set_num_threads(1)
+        return {
+            "shared memory": MemoryCollectives(self.memory, rank, self.num_ranks, LIMIT_S),
+            "gloo": Gloo(self.rendezvous, rank, self.num_ranks),
+        }
 
 
 def step(num_rows: int) -> ScheduledBatch:
@@ -36,20 +71,21 @@ def step(num_rows: int) -> ScheduledBatch:
     return ScheduledBatch(1, rows, rows + 1000, ones, ones.astype(np.bool_), num_rows, num_rows, **places)
 
 
-def answer(rank: int, num_ranks: int, rendezvous: Path, connection: socket.socket, size: int) -> None:
-    group = ProcessCollectives(rendezvous, rank, num_ranks, torch.device("cpu"), LIMIT_S)
-    stream, memory = connection.makefile("rb"), torch.zeros(size, dtype=torch.uint8)
+def answer(rank: int, meeting: Meeting, connection: socket.socket, size: int) -> None:
+    groups, stream, memory = meeting.groups(rank), connection.makefile("rb"), torch.zeros(size, dtype=torch.uint8)
     for _ in range(ROUNDS):
         message = receive(stream)
         assert message is not None
         decode_step(message)
         connection.send(ACKNOWLEDGED)
-    for _ in range(ROUNDS):
-        group.broadcast(memory)
-        connection.send(ACKNOWLEDGED)
+    for group in groups.values():
+        for _ in range(ROUNDS):
+            group.broadcast(memory)
+            connection.send(ACKNOWLEDGED)
+    sums(groups)
 
 
-def timed(send: Callable[[], None], connections: list[socket.socket]) -> dict[str, float]:
+def timed_messages(send: Callable[[], None], connections: list[socket.socket]) -> dict[str, float]:
     seconds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
@@ -58,6 +94,25 @@ def timed(send: Callable[[], None], connections: list[socket.socket]) -> dict[st
         for connection in connections:
             connection.recv(1)
         time.sleep(PAUSE_S)  # the others wait asleep, as between steps
+    return summary(seconds)
+
+
+def sums(groups: Mapping[str, MemoryCollectives | Gloo]) -> list[dict[str, object]]:
+    """Return the time of each way's sum of each tensor, in the order that all ranks have."""
+    rows: list[dict[str, object]] = []
+    for shape, dtype in SUMS:
+        for way, group in groups.items():
+            x, seconds = torch.ones(shape, dtype=dtype), []
+            for _ in range(LARGE_ROUNDS if x.numel() > LARGE else ROUNDS):
+                began = time.perf_counter()
+                group.all_reduce(x)
+                seconds.append(time.perf_counter() - began)
+                x.fill_(1)
+            rows.append({"shape": shape, "dtype": str(dtype).removeprefix("torch."), "way": way} | summary(seconds))
+    return rows
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
     deciles = statistics.quantiles(seconds[WARM_UP:], n=10)
     return {"median_us": deciles[4] * 1e6, "p90_us": deciles[8] * 1e6}
 
@@ -67,18 +122,17 @@ def main() -> None:
     study.add_argument("--ranks", type=int, default=2)
     study.add_argument("--rows", type=int, default=256, help="of the step")
     arguments = study.begin()
-    torch.set_num_threads(1)
     batch, connections = step(arguments.rows), []
     size = len(encode_step(batch))
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = Path(folder) / "rendezvous"
+        meeting = Meeting(create_memory(arguments.ranks), Path(folder) / "rendezvous", arguments.ranks)
         for rank in range(1, arguments.ranks):
             ours, theirs = socket.socketpair()
             connections.append(ours)
             if os.fork() == 0:
-                answer(rank, arguments.ranks, rendezvous, theirs, size)
+                answer(rank, meeting, theirs, size)
                 os._exit(0)
-        group = ProcessCollectives(rendezvous, 0, arguments.ranks, torch.device("cpu"), LIMIT_S)
+        groups = meeting.groups(0)
 
     def send() -> None:
         data = framed(encode_step(batch))
@@ -86,10 +140,17 @@ def main() -> None:
             connection.sendall(data)
 
     memory = torch.zeros(size, dtype=torch.uint8)
-    ways = {"sockets, with encoding": send, "gloo's broadcast": lambda: group.broadcast(memory)}
-    found = {name: timed(way, connections) for name, way in ways.items()}
-    show({"way": name, **{key: round(value, 1) for key, value in row.items()}} for name, row in found.items())
-    study.save({"bytes": size, "ways": found})
+    messages = {"sockets, with encoding": timed_messages(send, connections)}
+    for name, group in groups.items():
+        messages[f"broadcast, {name}"] = timed_messages(lambda group=group: group.broadcast(memory), connections)
+    reduced = sums(groups)
+    show({"way": name, **rounded(row)} for name, row in messages.items())
+    show(map(rounded, reduced))
+    study.save({"bytes": size, "ways": messages, "sums": reduced})
+
+
+def rounded(row: Mapping[str, object]) -> dict[str, object]:
+    return {key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_two_processes_give_the_tokens_of_transformers(
 TOLD = {
     (0, signal.SIGKILL): "the engine process ended; it is being started again",
     (1, signal.SIGKILL): "a step failed: rank 1 ended with signal 9, Killed, and the log may say why",
-    (1, signal.SIGSTOP): "a step failed: rank 0 failed, or another did not answer: .*",
+    (1, signal.SIGSTOP): r"a step failed: rank 1 did not answer for 1\.5 s",
 }
 
 
@@ -153,7 +153,7 @@ def test_collections_of_a_rank_skip_what_loading_made(model: Path, monkeypatch: 
     for owner, name in ((rank_process, "join_group"), (rank_process, "follow"), (gc, "freeze")):
         monkeypatch.setattr(owner, name, getattr(calls, name))
     monkeypatch.setattr(rank_process.ModelRunner, "load", calls.load)
-    start = rank_group.RankStart(1, config_of(model).to_settings(), str(model / "rendezvous"), 0)
+    start = rank_group.RankStart(1, config_of(model).to_settings(), 0, 0)
     assert rank_process.run(start, mock.Mock()) == ""
     assert [call[0] for call in calls.mock_calls] == ["join_group", "load", "freeze", "follow"]
 
@@ -235,6 +235,18 @@ def test_an_interrupted_step_ends_the_group(model: Path, monkeypatch: pytest.Mon
             llm.generate(THREE, use_tqdm=False)
         with pytest.raises(InternalError, match=r"rank 1 ended with signal 9|another did not answer"):
             llm.generate(THREE, use_tqdm=False)
+
+
+def test_a_rank_that_does_not_answer_is_named_and_leaves_no_memory(model: Path) -> None:
+    maps = Path("/proc/self/maps")
+    with LLM(model, skip_tokenizer_init=True, **IN_PROCESS) as llm:
+        assert "memfd:tidewheel-ranks" in maps.read_text(encoding="utf-8")
+        psutil.Process().children()[0].suspend()
+        with pytest.raises(InternalError, match=r"rank 1 did not answer for 1\.5 s"):
+            llm.generate(THREE, use_tqdm=False)
+    del llm
+    gc.collect()
+    assert "memfd:tidewheel-ranks" not in maps.read_text(encoding="utf-8")
 
 
 def test_everything_that_a_request_asks_for(tmp_path: Path) -> None:

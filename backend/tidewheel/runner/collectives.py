@@ -1,48 +1,143 @@
-"""Collectives between processes: gloo on CPUs, NCCL on GPUs."""
+"""Collectives between the processes of one machine: in shared memory on CPUs, by NCCL on GPUs."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Collection
+import ctypes
+import fcntl
+import functools
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
+from mmap import mmap
 from typing import Any
 
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
-from tidewheel.errors import ConfigError
+PIECE = 1 << 20  # bytes of a rank that one exchange takes
+SPIN_S = 30e-6  # longest wait without sleep: to be woken takes 15 us
+SLICE_S = 0.02  # sleep between two looks at whether a rank is lost
+_LINE, _PAGE = 64, 4096  # bytes: of a semaphore and its padding, and of memory
+# POSIX has semaphores order memory between processes. A call that cannot wait takes less time than giving up the GIL.
+_waiting, _brief = ctypes.CDLL(None), ctypes.PyDLL(None)
+_init, _post, _try_wait = _brief.sem_init, _brief.sem_post, _brief.sem_trywait
+_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+_post.argtypes = _try_wait.argtypes = [ctypes.c_void_p]
 
-HOST = "127.0.0.1"
-CONNECTIONS = Path("/proc/self/net/tcp")
-_ESTABLISHED, _LISTENS = "01", "0A"
+
+class RankLost(RuntimeError):
+    """Error: another rank has ended, or does not answer."""
 
 
-class ProcessCollectives:
-    """Group of processes of one machine, which meet in a file. Operations raise `RuntimeError` if a rank is gone."""
+def create_memory(num_ranks: int) -> int:
+    """Return a descriptor of memory without a name, for the `MemoryCollectives` of its heirs."""
+    file = os.memfd_create("tidewheel-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, _semaphore_bytes(num_ranks) + 2 * num_ranks * PIECE)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    memory = torch.frombuffer(mmap(file, 0), dtype=torch.uint8)
+    for index in range(num_ranks**2):
+        _init(memory.data_ptr() + index * _LINE, True, 0)
+    return file
 
-    def __init__(self, rendezvous: Path, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-        """Wait for all ranks. Raise `ConfigError` if a process of another user is among them.
 
-        `timeout_s`: of this, and of each operation.
-        """
+def _semaphore_bytes(num_ranks: int) -> int:
+    return -(-(num_ranks**2) * _LINE // _PAGE) * _PAGE
+
+
+def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(x, PIECE // x.itemsize, dim=-1)
+
+
+def _views(slots: torch.Tensor, turn: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    """Return the first elements of each rank's slot. Making them takes as long as the exchange of a row."""
+    return list(slots[turn].view(dtype)[:, :count])
+
+
+class MemoryCollectives:
+    """Group of ranks that exchange pieces of tensors in shared memory.
+
+    For each piece, a rank writes its slot, posts to every other rank, and waits for their posts. Slots come in two
+    sets, by turns: a rank that posts a piece has read the one before, whose slots the next piece may overwrite.
+    """
+
+    def __init__(
+        self, memory: int, rank: int, num_ranks: int, timeout_s: float, lost: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Use memory of `create_memory`, by descriptor. `lost` says why another rank has ended; empty: none has."""
+        self._rank, self._limit_s, self._lost, self._turn = rank, timeout_s, lost, 0
+        mapped = torch.frombuffer(mmap(memory, 0), dtype=torch.uint8)
+        slots = mapped[_semaphore_bytes(num_ranks) :].view(2, num_ranks, PIECE)
+        self._num_ranks, self._slots = num_ranks, functools.lru_cache(256)(functools.partial(_views, slots))
+        others = [other for other in range(num_ranks) if other != rank]
+        self._posted = [mapped.data_ptr() + _LINE * (rank * num_ranks + other) for other in others]
+        self._awaited = [(other, mapped.data_ptr() + _LINE * (other * num_ranks + rank)) for other in others]
+
+    def limit(self, timeout_s: float) -> None:
+        """Set how long an operation waits for another rank before it raises `RankLost`."""
+        self._limit_s = timeout_s
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Add in the order of ranks, so that all have the same bits."""
+        for piece, (first, second, *others) in self._exchanged(x.view(-1)):
+            torch.add(first, second, out=piece)
+            for other in others:
+                piece.add_(other)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty(self._num_ranks, x.numel())
+        for pieces, (_, slots) in zip(_pieces(gathered), self._exchanged(x.flatten()), strict=True):
+            torch.stack(slots, out=pieces)
+        return gathered.view(self._num_ranks, *x.shape)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        for piece, slots in self._exchanged(x.view(-1)):
+            piece.copy_(slots[0])
+
+    def _exchanged(self, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Yield each piece of a vector with those of all ranks, which the second next call replaces."""
+        for piece in _pieces(x):
+            self._turn ^= 1
+            slots = self._slots(self._turn, x.dtype, len(piece))
+            slots[self._rank].copy_(piece)
+            for semaphore in self._posted:
+                _post(semaphore)
+            for rank, semaphore in self._awaited:
+                if _try_wait(semaphore):
+                    self._wait(rank, semaphore)
+            yield piece, slots
+
+    def _wait(self, rank: int, semaphore: int) -> None:
+        began = time.monotonic()
+        while _try_wait(semaphore):
+            now = time.monotonic()
+            if now - began < SPIN_S:
+                os.sched_yield()  # the other rank may wait for this processor
+            elif _slept(semaphore, now + SLICE_S):
+                return
+            elif (reason := self._lost()) or now - began > self._limit_s:
+                raise RankLost(reason or f"rank {rank} did not answer for {self._limit_s:g} s")
+
+
+def _slept(semaphore: int, until_s: float) -> bool:
+    """Sleep until a semaphore is posted, and take the post. Return False at a time of the monotonic clock."""
+    until = struct.pack("ll", int(until_s), int(until_s % 1 * 1e9))
+    return bool(_waiting.sem_clockwait(ctypes.c_void_p(semaphore), time.CLOCK_MONOTONIC, until) == 0)
+
+
+class NcclCollectives:
+    """Group of processes, each on a GPU. Operations raise `RuntimeError` if a rank is gone."""
+
+    def __init__(self, memory: int, rank: int, num_ranks: int, timeout_s: float) -> None:
+        """Wait for all ranks, which meet in an empty file. `timeout_s`: of this, and of each operation."""
         timeout, self._num_ranks = timedelta(seconds=timeout_s), num_ranks
-        store = FileStore(str(rendezvous), num_ranks)
+        store = FileStore(f"/proc/self/fd/{os.dup(memory)}", num_ranks)  # NCCL may open it later too: it stays open
         store.set_timeout(timeout)
-        self._group: Any
-        if device.type == "cuda":
-            options: Any = distributed.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
-        else:
-            gloo: Any = distributed.ProcessGroupGloo
-            before = own_sockets()
-            options = gloo._Options()
-            options._timeout, options._devices = timeout, [gloo.create_device(hostname=HOST)]
-            self._group = gloo(store, rank, num_ranks, options)
-            check_peers(own_sockets() - before)
+        options: Any = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        self._group: Any = distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
 
     def limit(self, timeout_s: float) -> None:
         """Set how long an operation waits for other ranks."""
@@ -59,31 +154,3 @@ class ProcessCollectives:
 
     def broadcast(self, x: torch.Tensor) -> None:
         self._group.broadcast([x]).wait()
-
-
-def own_sockets() -> set[str]:
-    """Return the inodes of this process's sockets."""
-    inodes = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed by now
-            inodes.update(re.findall(r"^socket:\[(\d+)\]$", str(link.readlink())))
-    return inodes
-
-
-def check_peers(inodes: Collection[str]) -> None:
-    """Raise `ConfigError` if these sockets accepted a connection from a process of another user.
-
-    gloo takes any connection to its port as that of a rank, and every user of the machine can reach the loopback.
-    """
-    try:
-        rows = [line.split() for line in CONNECTIONS.read_text(encoding="ascii").splitlines()[1:]]
-    except OSError as error:
-        raise ConfigError(
-            f"{CONNECTIONS}, which tells whose processes the ranks are, cannot be read: {error}"
-        ) from None
-    sockets = [(row[3], row[1], row[2], row[7], row[9]) for row in rows]
-    ports = {local for state, local, _, _, inode in sockets if state == _LISTENS and inode in inodes}
-    users = {(local, remote): user for _, local, remote, user, _ in sockets}
-    for state, local, remote, user, _ in sockets:
-        if state == _ESTABLISHED and local in ports and users.get((remote, local)) != user:
-            raise ConfigError("a process of another user took the place of a rank: end it, and start again")

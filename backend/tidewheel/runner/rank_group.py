@@ -13,11 +13,9 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -28,7 +26,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.models.shard import Shard
-from tidewheel.runner.collectives import ProcessCollectives
+from tidewheel.runner.collectives import MemoryCollectives, NcclCollectives, RankLost, create_memory
 from tidewheel.runner.device import check_ranks_fit, num_cores, uses_gpus
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingStep
@@ -50,37 +48,39 @@ class RankStart(msgspec.Struct):
 
     rank: int
     settings: dict[str, Any]
-    rendezvous: str  # file
-    socket: int  # descriptor
+    memory: int  # descriptor, as is the next
+    socket: int
 
 
 class RankProcess:
     """Process of a rank, and the reason of its end."""
 
-    def __init__(self, rank: int, config: EngineConfig, rendezvous: Path, ended: threading.Event) -> None:
+    def __init__(self, rank: int, config: EngineConfig, memory: int, ended: threading.Event) -> None:
         """Start the process, and set `ended` at its end. Raise OSError."""
         self.rank, self.failure, self._ended = rank, "", ended
         self._joining = threading.Event()
         self._connection, other = socket.socketpair()
         limit = struct.pack("ll", *divmod(int(1e6 * hang_limit_s(config)), 10**6))  # a C timeval
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        start = RankStart(rank, config.to_settings(), str(rendezvous), other.fileno())
+        start = RankStart(rank, config.to_settings(), memory, other.fileno())
         command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
         started: Future[Child] = Future()
-        threading.Thread(target=self._run, args=(command, other, started), name=f"rank-{rank}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(command, memory, other, started), name=f"rank-{rank}", daemon=True
+        ).start()
         self._child = started.result()  # raises what starting raised
 
     def wait_joining(self) -> None:
         """Wait until the process is about to join the group, or ends."""
         self._joining.wait()
 
-    def _run(self, command: Sequence[str], other: socket.socket, started: Future[Child]) -> None:
+    def _run(self, command: Sequence[str], memory: int, other: socket.socket, started: Future[Child]) -> None:
         """Start the process, and wait for its end here: the kernel ends a child with the thread that started it."""
         received = b""
         with self._connection:
             try:
                 with other:
-                    child = Child(command, ends_with_parent=True, pass_fds=[other.fileno()])
+                    child = Child(command, ends_with_parent=True, pass_fds=[memory, other.fileno()])
             except BaseException as error:
                 started.set_exception(error)
                 return
@@ -113,7 +113,7 @@ class RankProcess:
 class RankGroup:
     """Processes of ranks 1 and up."""
 
-    def __init__(self, config: EngineConfig, rendezvous: Path, *, is_engine: bool) -> None:
+    def __init__(self, config: EngineConfig, memory: int, *, is_engine: bool) -> None:
         """Start them, and wait until they are about to join the group. Raise `ConfigError`.
 
         `is_engine`: this process only serves requests, and ends when a rank ends.
@@ -121,17 +121,17 @@ class RankGroup:
         self._ended, self._closing = threading.Event(), threading.Event()
         self._processes: list[RankProcess] = []
         try:
-            self._start(config, rendezvous)
+            self._start(config, memory)
         except BaseException:
             self.close()
             raise
         if is_engine:
             threading.Thread(target=self._end_engine, name="ranks", daemon=True).start()
 
-    def _start(self, config: EngineConfig, rendezvous: Path) -> None:
+    def _start(self, config: EngineConfig, memory: int) -> None:
         for rank in range(1, config.tensor_parallel_size):
             try:
-                self._processes.append(RankProcess(rank, config, rendezvous, self._ended))
+                self._processes.append(RankProcess(rank, config, memory, self._ended))
             except OSError as error:
                 raise ConfigError(f"the process of rank {rank} cannot be started: {error}") from error
         for process in self._processes:
@@ -216,7 +216,9 @@ class LeaderRunner(ModelRunner):
         except BaseException as error:  # short of memory, or Ctrl-C: the others are inside a step that cannot go on
             if self.group is None:
                 raise
-            failure = self.group.failure(END_S) or f"rank 0 failed, or another did not answer: {type(error).__name__}"
+            is_lost, kind = isinstance(error, RankLost), type(error).__name__
+            reason = str(error) if is_lost else f"rank 0 failed, or another did not answer: {kind}"
+            failure = self.group.failure(END_S) or reason
             self.group.kill()
             if isinstance(error, Exception):
                 raise InternalError(failure) from error
@@ -250,11 +252,11 @@ def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
     `progress`: of an engine's process; None in another program, which outlives a failed group.
     """
     check_ranks_fit(config)
-    with tempfile.TemporaryDirectory(prefix="tidewheel-ranks-") as folder:
-        rendezvous = Path(folder) / "rendezvous"
-        group = RankGroup(config, rendezvous, is_engine=progress is not None)
+    file = os.memfd_create("tidewheel-ranks") if uses_gpus(config) else create_memory(config.tensor_parallel_size)
+    with os.fdopen(file, "wb"):
+        group = RankGroup(config, file, is_engine=progress is not None)
         try:
-            collectives = join_group(config, 0, rendezvous)
+            collectives = join_group(config, 0, file, group.failure)
             runner = LeaderRunner.load(config, progress, Shard(0, config.tensor_parallel_size, collectives))
         except BaseException as error:
             reason = "" if isinstance(error, ConfigError) else group.failure(END_S)
@@ -272,12 +274,14 @@ def hang_limit_s(config: EngineConfig) -> float:
     return GPU_HANG_S if uses_gpus(config) else HANG_S
 
 
-def join_group(config: EngineConfig, rank: int, rendezvous: Path) -> ProcessCollectives:
-    """Take the rank's device, and wait for the other ranks there."""
-    device = torch.device("cpu")
+def join_group(
+    config: EngineConfig, rank: int, memory: int, lost: Callable[[], str] = lambda: ""
+) -> MemoryCollectives | NcclCollectives:
+    """Take the rank's device, and join the other ranks there. `lost` says why one has ended."""
+    num_ranks, limit_s = config.tensor_parallel_size, config.engine_start_timeout_s
     if uses_gpus(config):
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    elif config.num_threads is None:
-        torch.set_num_threads(max(num_cores() // config.tensor_parallel_size, 1))
-    return ProcessCollectives(rendezvous, rank, config.tensor_parallel_size, device, config.engine_start_timeout_s)
+        torch.cuda.set_device(torch.device("cuda", rank))
+        return NcclCollectives(memory, rank, num_ranks, limit_s)
+    if config.num_threads is None:
+        torch.set_num_threads(max(num_cores() // num_ranks, 1))
+    return MemoryCollectives(memory, rank, num_ranks, limit_s, lost)

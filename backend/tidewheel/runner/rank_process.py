@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -31,7 +30,7 @@ def run(start: RankStart, connection: socket.socket) -> str:
     try:
         connection.sendall(JOINS)
         config, rank = EngineConfig.from_settings(start.settings), start.rank
-        shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, Path(start.rendezvous)))
+        shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, start.memory))
         runner = ModelRunner.load(config, shard=shard)
         gc.collect()
         gc.freeze()  # a collection of what loading made takes 0.1 s, for which all ranks would wait

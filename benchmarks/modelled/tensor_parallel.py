@@ -152,8 +152,8 @@ class TensorParallelModel:
         return gather_s + broadcast_s + copied_s + sampled_s
 
 
-# All-reduces over NVLink: way, ranks, KiB, and published microseconds. What was read of sglang 22734 and vllm 42324 does
-# not repeat GPU and ranks: 8 of Hopper are assumed, from the headings that follow.
+# All-reduces over NVLink: way, ranks, KiB, and published microseconds. The parts read of sglang 22734 and vllm 42324
+# name neither GPU nor ranks: 8 of Hopper are assumed, from the headings that follow them.
 PUBLISHED_ALL_REDUCES = (
     ("NCCL", 4, 512, 17, "vllm 24111"), ("NCCL", 4, 1024, 19, "vllm 24111"), ("NCCL", 4, 4096, 37, "vllm 24111"),
     ("NCCL", 4, 512, 21, "vllm 24532"), ("NCCL", 4, 1024, 23, "vllm 24532"), ("NCCL", 4, 4096, 39, "vllm 24532"),

@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tidewheel.engine_arguments import ENTRY_ARGUMENTS, HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.sampling import MAX_LOGPROBS
-from tidewheel.settings import MIB, check_known, shown_bytes, take_settings
+from tidewheel.settings import check_known, take_settings
 from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -34,11 +34,11 @@ _AT_LEAST_ONE = (
     "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens", "predictor_prior_tokens",
     "long_prefill_token_threshold", "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks",
     "kv_cache_memory_mb", "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
-    "max_input_mb", "tensor_parallel_size", "device_memory_mb",
+    "max_input_mb", "tensor_parallel_size",
 )  # fmt: skip
 _EXCLUSIVE = (
     ("num_blocks", "kv_cache_memory_mb", "set the size of the KV cache"),
-    ("device_memory_share", "device_memory_mb", "limit the memory of a device"),
+    ("device_memory_share", "limit the memory of a device"),
 )
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
@@ -60,22 +60,6 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     "device_memory_share": (0.01, 1.0),
     "max_session_ttl_s": (0.0, 7 * 86_400.0),
 }
-
-
-class MemoryLimit(NamedTuple):
-    """Memory of a device that an engine may take, by a setting in MiB or as a share."""
-
-    setting: str
-    value: float
-    bytes: int
-    device_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.setting} is {self.value:g} of {shown_bytes(self.device_bytes)}"
-
-    @property
-    def is_share(self) -> bool:
-        return self.setting == "device_memory_share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +151,6 @@ class EngineConfig(SchedulingSettings):
     device_slice_ms: float = 20.0  # longest batch of a one-shot model beside other engines; 0: no turns with them
     device_weight: float = 1.0  # part of the device's time beside engines of weight 1
     device_memory_share: float | None = None  # part of the device's memory that the engine may take; none: no limit
-    device_memory_mb: int | None = None  # the same in MiB, instead of device_memory_share
 
     # metrics
     served_model_name: str = ""  # label model_name of metrics; empty: the name of the entry
@@ -203,13 +186,12 @@ class EngineConfig(SchedulingSettings):
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size is {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         parse_tenants(self.tenants)
-        for one, other, purpose in _EXCLUSIVE:
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ConfigError(f"{one} and {other} both {purpose}: set one")
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
         strategy = self.scheduling_strategy
+        if self.num_blocks is not None and self.kv_cache_memory_mb is not None:
+            raise ConfigError("num_blocks and kv_cache_memory_mb both set the size of the KV cache: set one")
         if self.target_tpot_ms is not None and strategy == "static":
             raise ConfigError(
                 "target_tpot_ms needs requests that may join at any step: with scheduling_strategy static "
@@ -297,14 +279,6 @@ class EngineConfig(SchedulingSettings):
     def has_automatic_cache(self) -> bool:
         """Return whether free memory decides the size of the KV cache."""
         return self.num_blocks is None and self.kv_cache_memory_mb is None
-
-    def memory_limit(self, device_bytes: int) -> MemoryLimit | None:
-        """Return what the engine may take of a device with `device_bytes`; None: no limit is set."""
-        if self.device_memory_mb is not None:
-            return MemoryLimit("device_memory_mb", self.device_memory_mb, self.device_memory_mb * MIB, device_bytes)
-        if (share := self.device_memory_share) is not None:
-            return MemoryLimit("device_memory_share", share, int(share * device_bytes), device_bytes)
-        return None
 
     def can_become(self, other: EngineConfig) -> bool:
         """Return whether a running engine with these settings can switch to `other` between two steps."""

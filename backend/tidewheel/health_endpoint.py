@@ -46,19 +46,11 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        report: Callable[[], Readiness],
-        ranks: Callable[[], dict[str, list[str]]] = dict,
-    ) -> None:
-        """Listen on the port; 0: a free port. Raise `OSError` if the port is in use.
-
-        `ranks` returns the device of each rank by model, and must not block either.
-        """
+    def __init__(self, host: str, port: int, report: Callable[[], Readiness]) -> None:
+        """Listen on the port; 0: a free port. Raise `OSError` if the port is in use."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.report, self.ranks = report, ranks
+        self.report = report
+        self.ranks: Callable[[], dict[str, list[str]]] = dict  # devices by model; it must not block either
         self._open: deque[socket.socket] = deque()
         super().__init__((host, port), _Handler)
         threading.Thread(target=self.serve_forever, args=(0.1,), name="health", daemon=True).start()

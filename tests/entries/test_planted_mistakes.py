@@ -518,7 +518,9 @@ def test_limits_that_exceed_a_device_together(repository: Path, write: WriteEntr
     write("second", CONFIG + setting("device_memory_share", "0.6"))
     (repository / "demo" / "config.pbtxt").write_text(CONFIG + setting("device_memory_share", "0.5"))
     found = next(finding for finding in check(repository).findings if finding.rule == "together")
-    assert matches("device_memory_share and device_memory_mb of demo, second are … together, and", found.message)
+    assert matches(
+        "device_memory_share of demo, second is 1.1 together: at most 1 is allowed on one machine", found.message
+    )
 
 
 def test_engines_that_share_a_gpu(gpu: None, repository: Path, write: WriteEntry) -> None:

@@ -142,13 +142,8 @@ def test_a_limit_bounds_weights_steps_and_cache_together(monkeypatch: pytest.Mon
     assert by_share.bytes == 3 * GIB
     assert by_share.source == "device_memory_share 0.5 (5.0 GiB, 2.0 GiB of them beside the cache)"
     assert by_share.least_setting(4 * GIB) == 0.6 and by_share.least_setting(10 * GIB) is None
-    by_size = budget(device_memory_mb=5 << 10)
-    assert (by_size.bytes, by_size.least_setting(4 * GIB)) == (3 * GIB, 6 << 10)
-    of_ranks = budget(device_memory_mb=8 << 10, tensor_parallel_size=2)
-    assert (of_ranks.bytes, of_ranks.least_setting(3 * GIB)) == (2 * GIB, 10 << 10)
-    least = budget(device_memory_share=0.8, tensor_parallel_size=2).least_setting(5 * GIB // 2)
-    assert least == pytest.approx(0.9, abs=0.011)
-    assert "for 2 ranks" in of_ranks.source
+    of_ranks = budget(device_memory_share=0.8, tensor_parallel_size=2)
+    assert of_ranks.bytes == 2 * GIB and of_ranks.least_setting(5 * GIB // 2) == pytest.approx(0.9, abs=0.011)
     scarce = budget(GIB, device_memory_share=0.5)
     assert (scarce.bytes, scarce.source, scarce.least_setting(2 * GIB)) == (
         GIB, "the 1.0 GiB of memory to spare", None,
@@ -157,13 +152,11 @@ def test_a_limit_bounds_weights_steps_and_cache_together(monkeypatch: pytest.Mon
 
 
 def test_a_limit_that_holds_no_request_says_which_would() -> None:
-    limit = EngineConfig(model="m", device_memory_mb=10).memory_limit(GIB)
-    assert limit is not None
     with pytest.raises(ConfigError) as caught:
-        decide_size(None, limited_budget(limit, 10 * MIB, GIB), LAYOUT, 1024)
+        decide_size(None, limited_budget(0.01, 1000 * MIB, 10 * MIB, GIB), LAYOUT, 1024)
     assert str(caught.value) == (
-        "max_model_len is 1024, but device_memory_mb 10 (10 MiB, 10 MiB of them beside the cache) gives a KV cache "
-        "of 0 tokens: raise device_memory_mb to at least 11 (64 blocks of 16 tokens need 1 MiB)"
+        "max_model_len is 1024, but device_memory_share 0.01 (10 MiB, 10 MiB of them beside the cache) gives a KV "
+        "cache of 0 tokens: raise device_memory_share to at least 0.02 (64 blocks of 16 tokens need 1 MiB)"
     )
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from support.triton.serving import WEIGHTS
 from tidewheel.cli.doctor import as_table
-from tidewheel.cli.machine_checks import CheckResult, Judgement, check_server, judge, judge_model
+from tidewheel.cli.machine_checks import CheckResult, Judgement, check_server, judge
 from tidewheel.errors import ConfigError
 from tidewheel.server import ServeError
 from tidewheel.server.tritonserver import STUB_NAME, TritonInstall
@@ -154,15 +153,6 @@ def test_a_defect_is_named_alone_and_says_what_to_do(judge_with: Judge, defect: 
     assert (found.subject, found.verdict) == (subject, verdict)
     assert found.seen and found.advice
     assert said in f"{found.seen}: {found.advice}"
-
-
-def test_a_model_is_asked_whether_it_fits() -> None:
-    found = judge_model(WEIGHTS, ["device=cpu", "dtype=float32"])
-    assert (found.subject, found.verdict) == ("model", "ok")
-    assert "LlamaForCausalLM, native, weights 11.2 MiB; this machine has" in found.seen
-    found = judge_model(WEIGHTS, ["device=cpu", "kv_cache_memory_mb=99999999"])
-    assert found.verdict == "error" and "host memory does not suffice" in found.seen
-    assert judge_model(WEIGHTS, ["max_num_seq=1"]).seen.startswith("unknown setting 'max_num_seq'")
 
 
 def test_table() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,33 +33,34 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.entries.checking import check
     from tidewheel.entries.findings import mend
 
-    is_here, is_one_model = not args.other_machine, is_model(args.path)
-    if args.set and not is_one_model:
-        raise UsageError("--set goes with a model's folder or file; settings of an entry stand in its config.pbtxt")
-    if args.fix and is_one_model:
-        raise UsageError("--fix goes with entries: a model has none")
     tell = None if args.fix or args.json else _print_finding
-    if is_one_model:
-        report = check_model(args.path, args.set, is_this_machine=is_here, tell=tell)
+    if is_model := (args.path / "config.json").is_file() or args.path.suffix == ".gguf":
+        report = check_model(args.path, args.set, is_this_machine=not args.other_machine, tell=tell)
+    elif args.set:
+        raise UsageError("--set goes with a model's folder or file; settings of an entry stand in its config.pbtxt")
     else:
-        report = check(args.path, is_this_machine=is_here, tell=tell)
-    mended = mend(report.findings) if args.fix else []
+        report = check(args.path, is_this_machine=not args.other_machine, tell=tell)
+    mended = mend(report.findings) if args.fix and not is_model else []
     if mended:
-        report = check(args.path, is_this_machine=is_here)
+        report = check(args.path, is_this_machine=not args.other_machine)
     if args.json:
         print(json.dumps(_as_json(report, mended), indent=1))
     else:
-        _print_report(report, mended, report.findings if args.fix else ())
+        for finding in mended:
+            if finding.edit is not None:
+                print(printable(f"{finding.place}: fixed: {finding.edit.old} is now {finding.edit.new}"))
+        for finding in report.findings if args.fix else ():
+            _print_finding(finding)
+        cache = {name: f"KV cache {text}" for name, text in report.kv_cache.items()}
+        for name, text in (*report.models.items(), *cache.items(), *report.memory.items()):
+            print(printable(f"{name}: {text}"))
+        errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
+        print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
 
 
-def is_model(path: Path) -> bool:
-    """Return whether the path is a model's folder or GGUF file."""
-    return (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file())
-
-
 def check_model(
-    model: Path, settings: Iterable[str], *, is_this_machine: bool = True, tell: FindingListener | None = None
+    model: Path, settings: Sequence[str], *, is_this_machine: bool, tell: FindingListener | None
 ) -> CheckReport:
     """Check a model as `tidewheel serve --model` would serve it. Raise `ConfigError` for wrong settings."""
     from tidewheel.entries.checking import check
@@ -75,20 +76,6 @@ def check_model(
         report = check(entry, is_this_machine=is_this_machine, tell=tell and (lambda found: tell(of_model(found))))
         report.findings[:] = map(of_model, report.findings)
     return report
-
-
-def _print_report(report: CheckReport, mended: Sequence[Finding], findings: Sequence[Finding]) -> None:
-    for finding in mended:
-        if finding.edit is not None:
-            print(printable(f"{finding.place}: fixed: {finding.edit.old} is now {finding.edit.new}"))
-    for finding in findings:
-        _print_finding(finding)
-    described = (report.models, {name: f"KV cache {text}" for name, text in report.kv_cache.items()}, report.memory)
-    for text_of in described:
-        for name, text in text_of.items():
-            print(printable(f"{name}: {text}"))
-    errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
-    print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
 
 
 def _as_json(report: CheckReport, mended: list[Finding]) -> dict[str, object]:

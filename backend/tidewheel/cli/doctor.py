@@ -6,10 +6,9 @@ import argparse
 import json
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import JSON_VERSION, UsageError, add_report_options, counted
+from tidewheel.cli.usage import JSON_VERSION, add_report_options, counted
 from tidewheel.version import __version__
 
 if TYPE_CHECKING:
@@ -21,22 +20,14 @@ _COLUMN = 26
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_options(parser)
-    text = "ask whether the model in this folder or GGUF file fits, too"
-    parser.add_argument("--model", type=Path, metavar="PATH", help=text)
-    text = "an engine setting for --model, say tensor_parallel_size=2 (repeatable)"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     parser.add_argument("--tritonserver", metavar="PATH", help="the one to try (default: the first one found)")
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.cli.machine_checks import judge, judge_model, usable_gpus
+    from tidewheel.cli.machine_checks import judge, usable_gpus
 
-    if args.set and args.model is None:
-        raise UsageError("--set goes with --model")
     gpus = usable_gpus()
     findings = judge(args.tritonserver, gpus)
-    if args.model is not None:
-        findings.append(judge_model(args.model, args.set))
     device = gpus[0].name if gpus else "the CPU"
     can_serve = all(one.verdict != "error" for one in findings)
     if args.json:
@@ -57,7 +48,8 @@ def as_table(findings: Sequence[Judgement], device: str) -> str:
     for one in findings:
         lines += _wrapped(f"  {one.verdict:<8} {one.subject:<15}{one.seen}")
         lines += _wrapped(f"{' ' * _COLUMN}→ {one.advice}") if one.advice else []
-    return "\n".join([*lines, "", summary])
+    hint = "Whether a model fits, also on several devices: tidewheel check FOLDER --set tensor_parallel_size=2"
+    return "\n".join([*lines, "", hint, summary])
 
 
 def _wrapped(line: str) -> list[str]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from packaging.requirements import Requirement
 
-from tidewheel.cli.check import check_model
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
 from tidewheel.runner.device import LEAST_CAPABILITY, cuda_obstacle, dotted
@@ -69,17 +68,6 @@ def judge(tritonserver_path: str | None, gpus: list[Any]) -> list[Judgement]:
     }
     findings = [Judgement(subject, *check()) for subject, check in checks.items()]
     return [one._replace(advice="") if one.verdict == "ok" else one for one in findings]
-
-
-def judge_model(model: Path, settings: Iterable[str]) -> Judgement:
-    """Return whether a model can be served here, and what memory it leaves."""
-    try:
-        report = check_model(model, settings)
-    except ConfigError as error:
-        return Judgement("model", "error", str(error))
-    refusals = [found.message for found in report.findings if found.severity == "error"]
-    seen = "; ".join(refusals) or ", ".join([*report.models.values(), *report.memory.values()])
-    return Judgement("model", "error" if refusals else "ok", seen)
 
 
 def usable_gpus() -> list[Any]:

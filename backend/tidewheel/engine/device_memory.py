@@ -2,97 +2,89 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
 
 import msgspec
 
-from tidewheel.config import EngineConfig, MemoryLimit
+from tidewheel.config import EngineConfig
 from tidewheel.engine.folder import label_of
 from tidewheel.errors import ConfigError
 from tidewheel.runner.host_memory import resident_bytes, total_host_bytes
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.process_records import ProcessRecord, shown_records
-from tidewheel.settings import MIB, shown_bytes
+from tidewheel.runner.process_records import ProcessRecord, RecordFile, shown_records
+from tidewheel.settings import shown_bytes
 
 _NAME = "tidewheel-devices"
 
 
-class DeviceUse(msgspec.Struct, frozen=True):
-    """Bytes that an engine has taken of its devices: its limit, or without one, what its ranks hold there."""
+class DeviceUse(ProcessRecord, frozen=True):
+    """Bytes that an engine has taken of its devices: its share, or without one, what its ranks hold there."""
 
-    pid: int
     engine: str  # link to the model's current engine, which may load again beside itself
     since: int = 0  # monotonic ns
-    bytes: dict[str, int] = {}  # by device
+    bytes: dict[str, int] = msgspec.field(default_factory=dict)  # by device
 
 
 class DeviceMemory:
-    """Memory that this engine takes of its devices; one with a limit takes it before the model is loaded."""
+    """Memory that this engine takes of its devices; one with a share takes it before the model is loaded."""
 
     def __init__(self, config: EngineConfig, engine: Path) -> None:
-        """Raise `ConfigError` if others leave less than the limit. `engine`: link to the model's current engine."""
-        self._config, self._devices = config, dict[str, int]()  # memory by device
-        self._use = DeviceUse(os.getpid(), str(engine))
-        self._record = ProcessRecord[DeviceUse](_NAME)
-        if config.kind == "text" and config.memory_limit(0) is not None:
+        """Raise `ConfigError` if others leave less than the share. `engine`: link to the model's current engine."""
+        self._share, self._num_ranks = config.device_memory_share, config.tensor_parallel_size
+        self._devices: dict[str, int] = {}  # memory by device
+        self._use, self._record = DeviceUse(os.getpid(), str(engine)), RecordFile(_NAME)
+        if config.kind == "text" and self._share is not None:
             from tidewheel.runner.device import uses_gpus  # imports torch
 
-            self._reserve(is_cpu=not uses_gpus(config))
+            self._take(is_cpu=not uses_gpus(config))
 
     def hold(self, info: RunnerInfo) -> None:
-        """Show what the loaded engine takes. Raise `ConfigError` if it is more than the limit."""
+        """Show what the loaded engine takes. Raise `ConfigError` if it is more than the share."""
         is_cpu = info.device.startswith("cpu")
         if not self._devices:
-            self._reserve(is_cpu=is_cpu)
+            self._take(is_cpu=is_cpu)
         taken = info.weights_bytes + info.activation_bytes + info.kv_cache_bytes + info.graph_bytes
         if is_cpu:  # which all ranks share
-            taken = self._config.tensor_parallel_size * max(taken, resident_bytes(os.getpid()))
-        for device, total in self._devices.items():
-            limit = self._config.memory_limit(total)
-            if limit is None:
-                self._show({**self._use.bytes, device: taken})
-            elif taken > limit.bytes:
+            taken = self._num_ranks * max(taken, resident_bytes(os.getpid()))
+        if self._share is None:
+            self._show(dict.fromkeys(self._devices, taken))
+        for total in self._devices.values():
+            if self._share is not None and taken > self._share * total:
                 raise ConfigError(
-                    f"{limit}, and the engine takes {shown_bytes(taken)}: raise it, or lower kv_cache_memory_mb or "
-                    "num_blocks"
+                    f"device_memory_share is {self._share:g} of {shown_bytes(total)}, and the engine takes "
+                    f"{shown_bytes(taken)}: raise it, or lower kv_cache_memory_mb or num_blocks"
                 )
 
-    def _reserve(self, *, is_cpu: bool) -> None:
-        self._devices = {"cpu": total_host_bytes()} if is_cpu else gpu_bytes(self._config.tensor_parallel_size)
-        limits = [(device, self._config.memory_limit(total)) for device, total in self._devices.items()]
-        self._show({device: limit.bytes for device, limit in limits if limit is not None})
-        for device, limit in limits:
-            if limit is not None:
-                check_left(
-                    limit, device, [one for one in shown_records(_NAME, DeviceUse) if self._yields(one, device)]
-                )
-
-    def _yields(self, other: DeviceUse, device: str) -> bool:
-        """Return whether another model's engine has taken memory of the device before this engine."""
-        is_earlier = (other.since, other.pid) < (self._use.since, self._use.pid)
-        return is_earlier and other.engine != self._use.engine and device in other.bytes
+    def _take(self, *, is_cpu: bool) -> None:
+        self._devices = {"cpu": total_host_bytes()} if is_cpu else gpu_bytes(self._num_ranks)
+        if self._share is None:
+            return
+        self._show({device: int(self._share * total) for device, total in self._devices.items()})
+        uses = [one for one in shown_records(_NAME, DeviceUse) if one.engine != self._use.engine]
+        earlier = [one for one in uses if (one.since, one.pid) < (self._use.since, self._use.pid)]
+        for device, total in self._devices.items():
+            check_left(self._share, device, total, [one for one in earlier if device in one.bytes])
 
     def _show(self, num_bytes: dict[str, int]) -> None:
         self._use = msgspec.structs.replace(self._use, since=time.monotonic_ns(), bytes=num_bytes)
         self._record.write(self._use)
 
 
-def check_left(limit: MemoryLimit, device: str, others: list[DeviceUse]) -> None:
-    """Raise `ConfigError` if other engines leave less of the device than the limit."""
-    left = max(limit.device_bytes - sum(one.bytes[device] for one in others), 0)
-    if limit.bytes <= left:
+def check_left(share: float, device: str, total: int, others: list[DeviceUse]) -> None:
+    """Raise `ConfigError` if other engines leave less than the share of a device with `total` bytes."""
+    left = max(total - sum(one.bytes[device] for one in others), 0)
+    if int(share * total) <= left:
         return
     holders = " and ".join(
         f"{label_of(Path(one.engine))} (process {one.pid}) has {shown_bytes(one.bytes[device])}" for one in others
     )
-    most = math.floor(100 * left / limit.device_bytes) / 100 if limit.is_share else left // MIB
-    remedy = f"set it to at most {most:g}, or unload" if most else "unload"
+    place, most = "host memory" if device == "cpu" else device, 100 * left // total / 100
+    remedy = f"set it to at most {most:g}, or unload one of these" if most else "unload one of these"
     raise ConfigError(
-        f"{limit} of {'host memory' if device == 'cpu' else device}, and {shown_bytes(left)} are left: {holders}; "
-        f"{remedy} one of these"
+        f"device_memory_share is {share:g} of {shown_bytes(total)} of {place}, and {shown_bytes(left)} are left: "
+        f"{holders}; {remedy}"
     )
 
 
@@ -100,6 +92,5 @@ def gpu_bytes(num_ranks: int) -> dict[str, int]:
     """Return the memory of each rank's GPU, by the name that `nvidia-smi -L` prints; empty if torch sees no GPU."""
     import torch
 
-    count = min(num_ranks, torch.cuda.device_count())
-    gpus = (torch.cuda.get_device_properties(rank) for rank in range(count))
+    gpus = map(torch.cuda.get_device_properties, range(min(num_ranks, torch.cuda.device_count())))
     return {f"GPU-{gpu.uuid}": gpu.total_memory for gpu in gpus}

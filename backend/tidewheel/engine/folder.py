@@ -63,7 +63,7 @@ def current_engines() -> list[Path]:
 def devices_of_ranks() -> dict[str, list[str]]:
     """Return the device of each rank by model, of engines that serve with several ranks."""
     serving = ((label_of(link), read_serving(link)) for link in current_engines())
-    return {label: [one.device for one in status.ranks] for label, status in serving if status and status.ranks}
+    return {label: [device for _, device in status.ranks] for label, status in serving if status and status.ranks}
 
 
 class EngineTarget(NamedTuple):
@@ -94,11 +94,6 @@ def socket_address(directory: Path) -> str:
     return f"ipc://{directory / SOCKET}"
 
 
-class RankStatus(msgspec.Struct, frozen=True):
-    pid: int
-    device: str  # such as cuda:1
-
-
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """State of an engine, in a file that outlives a killed engine."""
 
@@ -116,7 +111,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     is_given_up: bool = False  # no later start can do better
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
-    ranks: list[RankStatus] = []  # of an engine of several processes
+    ranks: list[tuple[int, str]] = []  # process id and device of each, of an engine of several processes
 
     @property
     def is_alive(self) -> bool:

@@ -100,9 +100,8 @@ def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:
         return config.num_blocks * block_size * info.kv_cache_bytes // max(info.num_cache_tokens, 1)
     if config.kv_cache_memory_mb is not None:
         return config.kv_cache_memory_mb * MIB
-    if (limit := config.memory_limit(info.device_bytes)) is not None and info.device_bytes:
-        return limit.bytes  # with all that is beside the cache
-    return int(config.gpu_memory_utilization * info.device_bytes)  # a CPU's cache takes what is left
+    share = config.device_memory_share or config.gpu_memory_utilization
+    return int(share * info.device_bytes)  # a CPU's cache takes what is left
 
 
 class Death(msgspec.Struct, frozen=True):

@@ -135,7 +135,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
         )
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made
-        ranks = [folder.RankStatus(*one) for one in runner.ranks] if isinstance(runner, RankedRunner) else []
+        ranks = runner.ranks if isinstance(runner, RankedRunner) else []
         status.update(state="ready", stage="", fraction=1.0, info=info, ranks=ranks)
         log.info("ready")
         try:

@@ -22,7 +22,7 @@ from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.model_folder import cached_folder, read_config
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
-from tidewheel.runner.device import check_deterministic, check_ranks_fit, device_name, resolve_device
+from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, total_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
 from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
@@ -41,8 +41,6 @@ class MemoryNeeds(NamedTuple):
     weights: int
     cache: int
     host: int
-    device_bytes: int
-    limit: int  # of the device's memory; 0: none
 
     @property
     def of_host(self) -> int:
@@ -153,14 +151,9 @@ def _needs(plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str, str
         whole = plan._replace(shard=Shard()).decoder(source, torch.device("meta")).weights_bytes
         of_all = f"{shown_bytes(whole)}, on each of {ranks} ranks "
     weights = plan.check_fits(source)
-    memory = f"weights {of_all}{shown_bytes(weights)}"
+    memory = f"weights {of_all}{shown_bytes(weights)}; {_free_memory(device)}"
     check_deterministic(config.deterministic, device)
     cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
-    free, total = available_host_bytes(), total_host_bytes()
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-    memory += f"; {'this machine' if device.type == 'cpu' else device_name(device)} has {shown_bytes(free)} free of "
-    memory += shown_bytes(total)
     if decoder is not None:
         layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
         budget = _budget(layout, weights, plan)
@@ -171,13 +164,16 @@ def _needs(plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str, str
         cache, shortened = num_blocks * layout.block_bytes, size.shortened
         memory += f": room for {size.num_blocks:,} blocks, {size.num_blocks * layout.block_size:,} tokens"
     of_device = ranks if device.type == "cpu" else 1
-    limit = config.memory_limit(total)
-    needs = MemoryNeeds(
-        device.type, of_device * weights, of_device * cache, ranks * int(config.swap_space * GIB), total,
-        0 if limit is None else limit.bytes,
-    )  # fmt: skip
+    needs = MemoryNeeds(device.type, of_device * weights, of_device * cache, ranks * int(config.swap_space * GIB))
     _check_host_memory(needs)
     return needs, shortened, memory
+
+
+def _free_memory(device: torch.device) -> str:
+    is_cpu = device.type == "cpu"
+    free, total = (available_host_bytes(), total_host_bytes()) if is_cpu else torch.cuda.mem_get_info(device)
+    name = "this machine" if is_cpu else torch.cuda.get_device_name(device)
+    return f"{name} has {shown_bytes(free)} free of {shown_bytes(total)}"
 
 
 def _budget(layout: CacheLayout, weights: int, plan: ModelPlan) -> MemoryBudget:
@@ -243,18 +239,17 @@ def together(engines: Mapping[str, tuple[EngineConfig, MemoryNeeds]]) -> Iterato
             f"{names} together need {shown_bytes(host)} of host memory, and {shown_bytes(available)} are free: "
             "lower kv_cache_memory_mb or swap_space, or serve fewer with --models"
         )
-    for device in ("cpu", "cuda"):
-        limited = {name: needs for name, (_, needs) in engines.items() if needs.limit and needs.device == device}
-        total = max((needs.device_bytes for needs in limited.values()), default=0)
-        if (taken := sum(needs.limit for needs in limited.values())) > total:
-            yield (
-                f"device_memory_share and device_memory_mb of {', '.join(sorted(limited))} are {shown_bytes(taken)} "
-                f"together, and the device has {shown_bytes(total)}: lower them"
-            )
-    shares = [
-        config.gpu_memory_utilization
-        for config, needs in engines.values()
-        if needs.device == "cuda" and config.kv_cache_memory_mb is None and not needs.limit
-    ]
-    if sum(shares) > 1.0:
-        yield (f"gpu_memory_utilization of {names} is {sum(shares):g} together: at most 1 is allowed on one GPU")
+    for device, place in (("cpu", "machine"), ("cuda", "GPU")):
+        parts = {name: _part_of(*one) for name, one in engines.items() if one[1].device == device}
+        bound = sorted(name for name, (_, part) in parts.items() if part)
+        if (total := sum(part for _, part in parts.values())) > 1.0:
+            settings = " and ".join(sorted({parts[name][0] for name in bound}))
+            yield f"{settings} of {', '.join(bound)} is {total:g} together: at most 1 is allowed on one {place}"
+
+
+def _part_of(config: EngineConfig, needs: MemoryNeeds) -> tuple[str, float]:
+    """Return the setting that bounds the engine on its device, and its part of the memory; 0: none."""
+    if config.device_memory_share is not None:
+        return "device_memory_share", config.device_memory_share
+    is_bound = needs.device == "cuda" and config.kv_cache_memory_mb is None
+    return "gpu_memory_utilization", config.gpu_memory_utilization if is_bound else 0.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tidewheel.runner.process_records import ProcessRecord, shown_records
+from tidewheel.runner.process_records import ProcessRecord, RecordFile, shown_records
 
 # glibc's mallopt(3)
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -89,10 +89,9 @@ _LEAST_SHARE = 4  # a new engine gets at least 1 / 4 of free memory
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-class ClaimRecord(msgspec.Struct, frozen=True):
+class ClaimRecord(ProcessRecord, frozen=True):
     """Bytes of host memory that the engine of process `pid` uses or will use."""
 
-    pid: int
     base: int  # bytes before the load
     others: int = 0  # bytes beside the cache
     cache: int = 0  # bytes
@@ -111,7 +110,7 @@ class MemoryClaim:
         """`num_ranks`: those of the engine, which share the memory."""
         self.base, self._num_ranks = resident_bytes(os.getpid()), num_ranks
         self._claim = ClaimRecord(os.getpid(), self.base, others, takes_share=takes_share, began=time.monotonic_ns())
-        self._record = ProcessRecord[ClaimRecord](_NAME)
+        self._record = RecordFile(_NAME)
         self._record.write(self._claim)
 
     def spare(self, available: int, others: int) -> SpareMemory:

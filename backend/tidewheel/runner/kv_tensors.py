@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array
-from tidewheel.config import EngineConfig, MemoryLimit
+from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, ForwardInput, KVLayer, ModelShape
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
@@ -47,8 +47,6 @@ class MemoryBudget(NamedTuple):
     device_bytes: int | None = None  # memory of which `setting` is a fraction; None: `setting` is in MiB
     fraction: float = 0.0
     host_bytes: int | None = None  # bound of a CPU cache
-    beside: int = 0  # other bytes that `setting` counts
-    num_ranks: int = 1  # that share `setting`
 
     @property
     def is_of_gpu(self) -> bool:
@@ -59,7 +57,7 @@ class MemoryBudget(NamedTuple):
         if self.host_bytes is not None and num_bytes > self.host_bytes:
             return None
         if self.device_bytes is None:
-            return -(-self.num_ranks * (num_bytes + self.beside) // MIB)
+            return -(-num_bytes // MIB)
         fraction = self.fraction + (num_bytes - self.bytes) / self.device_bytes
         rounded = math.ceil(100 * fraction) / 100
         return rounded if rounded <= MOST_OF_A_GPU else None
@@ -99,24 +97,14 @@ def cpu_budget(
     return MemoryBudget(half, source, setting, host_bytes=free)
 
 
-def limited_budget(
-    limit: MemoryLimit, beside: int, free: int, *, num_ranks: int = 1, is_of_gpu: bool = False
-) -> MemoryBudget:
-    """Return what a limit of the device's memory leaves for a rank's cache, at most the `free` bytes.
-
-    `beside`: bytes of the rank other than the cache. `num_ranks`: those that share the device.
-    """
-    allowed, host_bytes = limit.bytes // num_ranks - beside, None if is_of_gpu else free
-    if allowed > free:
-        return MemoryBudget(
-            free, f"the {shown_bytes(max(free, 0))} of memory to spare", limit.setting, host_bytes=free
-        )
-    of_ranks = f" for {num_ranks} ranks" if num_ranks > 1 else ""
-    source = f"{limit.setting} {limit.value:g} ({shown_bytes(limit.bytes)}{of_ranks}, "
-    source += f"{shown_bytes(num_ranks * beside)} of them beside the cache)"
-    device_bytes = limit.device_bytes // num_ranks if limit.is_share else None
-    fraction = limit.value if limit.is_share else 0.0
-    return MemoryBudget(allowed, source, limit.setting, device_bytes, fraction, host_bytes, beside, num_ranks)
+def limited_budget(share: float, total: int, beside: int, free: int, *, is_of_gpu: bool = False) -> MemoryBudget:
+    """Return what a share of `total` bytes leaves for the cache `beside` other bytes, at most the `free` bytes."""
+    limit, setting = int(share * total), "device_memory_share"
+    if limit - beside > free:
+        source = f"the {shown_bytes(max(free, 0))} of memory to spare"
+        return MemoryBudget(free, source, setting, host_bytes=free)
+    source = f"{setting} {share:g} ({shown_bytes(limit)}, {shown_bytes(beside)} of them beside the cache)"
+    return MemoryBudget(limit - beside, source, setting, total, share, None if is_of_gpu else free)
 
 
 def decide_size(

@@ -88,7 +88,7 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
     source = plan.open_source()
     num_bytes = plan.check_fits(source)
     if device.type == "cpu":
-        takes_share = config.has_automatic_cache and config.memory_limit(0) is None
+        takes_share = config.has_automatic_cache and config.device_memory_share is None
         claim = MemoryClaim(takes_share=takes_share, others=num_bytes, num_ranks=shard.num_ranks)
     model = load_model(plan, source, stages)
     if device.type == "cpu":
@@ -196,8 +196,9 @@ def cache_budget(
     spare, limited, taken = None, None, sum(needs.values())
     if claim is not None:
         spare = claim.spare(max(available_host_bytes() - later, 0), taken)
-        if (limit := config.memory_limit(total_host_bytes())) is not None:
-            limited = limited_budget(limit, claim.base + taken, spare.bytes, num_ranks=config.tensor_parallel_size)
+        if (share := config.device_memory_share) is not None:  # of the host, which all ranks share
+            total = total_host_bytes() // config.tensor_parallel_size
+            limited = limited_budget(share, total, claim.base + taken, spare.bytes)
     return cpu_budget(config, spare, full_bytes(config, layout, max_model_len), limited)
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Generic, Protocol, TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -19,16 +19,15 @@ log = logging.getLogger(__name__)
 _SIZE = 8192  # bytes
 
 
-class _Identified(Protocol):
-    @property
-    def pid(self) -> int: ...
+class ProcessRecord(msgspec.Struct, frozen=True):
+    pid: int
 
 
-Record = TypeVar("Record", bound=_Identified)
+Record = TypeVar("Record", bound=ProcessRecord)
 
 
-class ProcessRecord(Generic[Record]):
-    """Record of this process, shown until the object or the process ends."""
+class RecordFile:
+    """File with the record of this process, shown until the object or the process ends."""
 
     def __init__(self, name: str) -> None:
         self._file: IO[bytes] | None = None
@@ -37,7 +36,7 @@ class ProcessRecord(Generic[Record]):
         except OSError as error:
             log.info("other engines cannot see what memory this one needs: %s", error)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: ProcessRecord) -> None:
         if self._file is not None:
             os.pwrite(self._file.fileno(), msgspec.json.encode(record).ljust(_SIZE), 0)
 

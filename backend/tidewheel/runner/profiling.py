@@ -90,12 +90,12 @@ def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
 
 
 def gpu_budget(config: EngineConfig, needs: Mapping[str, int], device: torch.device) -> MemoryBudget:
-    """Return what a limit, or `gpu_memory_utilization`, leaves for the cache. `needs`: other bytes, not taken yet."""
+    """Return what the engine's share leaves for the cache. `needs`: other bytes by name, not taken yet."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     own, coming = torch.cuda.memory_reserved(device), sum(needs.values())
-    if (limit := config.memory_limit(total)) is not None:
-        return limited_budget(limit, own + coming, free - coming, is_of_gpu=True)
+    if (share := config.device_memory_share) is not None:
+        return limited_budget(share, total, own + coming, free - coming, is_of_gpu=True)
     fraction, taken = config.gpu_memory_utilization, total - free
     others = taken - own
     needed = " and ".join(f"{name} need {size // MIB}" for name, size in needs.items())

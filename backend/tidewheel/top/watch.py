@@ -61,10 +61,10 @@ def list_here(metrics_url: str, model: str) -> RequestListing:
     total = sum(one.num_sequences for _, one in answers if one is not None)
     is_whole = all(one is not None for _, one in answers)
     ranks = [
-        RankLine(model=label_of(link), rank=rank, device=one.device, pid=one.pid)
+        RankLine(model=label_of(link), rank=rank, device=device, pid=pid)
         for link in own
         if (status := read_serving(link)) is not None
-        for rank, one in enumerate(status.ranks)
+        for rank, (pid, device) in enumerate(status.ranks)
     ]
     return RequestListing(lines if lines or is_whole else None, total, "" if is_whole else SILENT, tuple(ranks))
 

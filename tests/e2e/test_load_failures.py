@@ -106,6 +106,26 @@ def refused_start(arguments: list[str], log: Path) -> str:
     return log.read_text()
 
 
+def test_entries_that_want_more_of_a_device_than_it_has(server: Server, entry: Path) -> None:
+    first = entry.with_name("first")
+    write_entry(first, model=str(WEIGHTS), device_memory_share="0.5")
+    write_entry(entry, model=str(WEIGHTS), device_memory_share="0.6")
+    try:
+        server.control("load", "first")
+        holder = server.engine_process()
+        assert holder is not None
+        with pytest.raises(ServeError) as refused:
+            server.control("load", entry.name)
+        for words in ("device_memory_share is 0.6 of ", " are left: ", f"first (process {holder.pid}) has"):
+            assert words in str(refused.value)
+        server.control("unload", "first")
+        wait_for(lambda: server.engine_process() is None, LIMIT_S, "the end of the engine")
+        server.control("load", entry.name)
+        server.control("unload", entry.name)
+    finally:
+        shutil.rmtree(first)
+
+
 @pytest.mark.parametrize(
     ("damage", "word"),
     [

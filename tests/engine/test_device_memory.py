@@ -88,6 +88,10 @@ def test_the_error_names_who_has_the_memory_and_what_would_fit(load: Load) -> No
     load("other", small(90), device_memory_share=0.1)
     with pytest.raises(ConfigError, match=r"0 MiB are left: demo .* 900 MiB and other .* 100 MiB; unload one"):
         load("third", small(90), device_memory_share=0.1)
+    for model in ("third", "fourth"):
+        load(model, small(10))
+    with pytest.raises(ConfigError, match=r"left: demo .* and other .* and third .* and 1 more engines; unload one"):
+        load("fifth", small(90), device_memory_share=0.1)
 
 
 def test_what_an_engine_without_a_limit_holds_counts(load: Load) -> None:

@@ -17,6 +17,7 @@ from tidewheel.runner.process_records import ProcessRecord, RecordFile, shown_re
 from tidewheel.settings import shown_bytes
 
 _NAME = "tidewheel-devices"
+MAX_NAMED = 3  # engines in an error, those with most memory
 
 
 class DeviceUse(ProcessRecord, frozen=True):
@@ -64,8 +65,12 @@ class DeviceMemory:
         self._show({device: int(self._share * total) for device, total in self._devices.items()})
         uses = [one for one in shown_records(_NAME, DeviceUse) if one.engine != self._use.engine]
         earlier = [one for one in uses if (one.since, one.pid) < (self._use.since, self._use.pid)]
-        for device, total in self._devices.items():
-            check_left(self._share, device, total, [one for one in earlier if device in one.bytes])
+        try:
+            for device, total in self._devices.items():
+                check_left(self._share, device, total, [one for one in earlier if device in one.bytes])
+        except ConfigError:
+            self._show({})
+            raise
 
     def _show(self, num_bytes: dict[str, int]) -> None:
         self._use = msgspec.structs.replace(self._use, since=time.monotonic_ns(), bytes=num_bytes)
@@ -77,14 +82,17 @@ def check_left(share: float, device: str, total: int, others: list[DeviceUse]) -
     left = max(total - sum(one.bytes[device] for one in others), 0)
     if int(share * total) <= left:
         return
-    holders = " and ".join(
-        f"{label_of(Path(one.engine))} (process {one.pid}) has {shown_bytes(one.bytes[device])}" for one in others
-    )
+    others = sorted(others, key=lambda one: -one.bytes[device])
+    holders = [
+        f"{label_of(Path(one.engine))} (process {one.pid}) has {shown_bytes(one.bytes[device])}"
+        for one in others[:MAX_NAMED]
+    ]
+    holders += [f"{len(others) - MAX_NAMED} more engines"] if len(others) > MAX_NAMED else []
     place, most = "host memory" if device == "cpu" else device, 100 * left // total / 100
     remedy = f"set it to at most {most:g}, or unload one of these" if most else "unload one of these"
     raise ConfigError(
         f"device_memory_share is {share:g} of {shown_bytes(total)} of {place}, and {shown_bytes(left)} are left: "
-        f"{holders}; {remedy}"
+        f"{' and '.join(holders)}; {remedy}"
     )
 
 

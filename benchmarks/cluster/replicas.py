@@ -82,7 +82,8 @@ def rows(streams: int) -> int:
 
 
 def settings(streams: int) -> dict[str, object]:
-    return {"max_num_seqs": rows(streams), "max_num_batched_tokens": 8192, "default_max_tokens": "context"}
+    settings = {"max_num_seqs": rows(streams), "max_num_batched_tokens": 8192, "default_max_tokens": "context"}
+    return settings | {"device_slice_ms": 0}  # each has a device of its own, and takes no turns
 
 
 def latency(servers: Servers, requests: int, seconds: float) -> dict[str, Any]:

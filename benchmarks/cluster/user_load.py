@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,7 @@ class Outcome:
 
 
 class Users:
-    """Closed loop: each user has a conversation after the other, and each turn of it adds to the prompt."""
+    """Conversations, whose turns add to the prompt: one after the other for each user, or one turn at given times."""
 
     def __init__(self, gateway: str, model: str, *, turns: int, prompt_tokens: int, answer_tokens: int) -> None:
         self._url = f"http://{gateway}/v1/completions"
@@ -58,28 +58,34 @@ class Users:
     @asynccontextmanager
     async def active(self, count: int) -> AsyncIterator[None]:
         """Ask while the block runs; at its end let all requests end."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with (
-            aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
-            asyncio.TaskGroup() as group,
-        ):
+        async with _session() as session, asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(self._converse_on(session))
             yield
             self._is_ending = True
 
+    async def offer(self, arrivals: Sequence[float]) -> None:
+        """Send a first turn at each of the times, in seconds from now, and let all requests end."""
+        begin, self._is_ending = time.monotonic(), True
+        async with _session() as session, asyncio.TaskGroup() as group:
+            for arrival in arrivals:
+                await asyncio.sleep(begin + arrival - time.monotonic())
+                group.create_task(self._converse(session))
+
     async def _converse_on(self, session: aiohttp.ClientSession) -> None:
         while not self._is_ending:
-            name, said = f"session-{next(self._names)}", list[int]()
-            for turn in range(self._turns):
-                prompt = [*said, *(self._random.randrange(FIRST_ID, VOCAB_SIZE) for _ in range(self._prompt_tokens))]
-                outcome = Outcome(self._answer_tokens, turn, len(said) // BLOCK_SIZE * BLOCK_SIZE if turn else 0)
-                self.outcomes.append(outcome)
-                await self._ask(session, self._body(name, prompt), outcome)
-                said = prompt
-                if self._is_ending or outcome.error:
-                    break
+            await self._converse(session)
+
+    async def _converse(self, session: aiohttp.ClientSession) -> None:
+        name, said = f"session-{next(self._names)}", list[int]()
+        for turn in range(self._turns):
+            prompt = [*said, *(self._random.randrange(FIRST_ID, VOCAB_SIZE) for _ in range(self._prompt_tokens))]
+            outcome = Outcome(self._answer_tokens, turn, len(said) // BLOCK_SIZE * BLOCK_SIZE if turn else 0)
+            self.outcomes.append(outcome)
+            await self._ask(session, self._body(name, prompt), outcome)
+            said = prompt
+            if self._is_ending or outcome.error:
+                break
 
     def _body(self, name: str, prompt: list[int]) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": self._answer_tokens}
@@ -96,6 +102,11 @@ class Users:
         except (aiohttp.ClientError, OSError) as error:
             outcome.error = str(error) or type(error).__name__
         outcome.ended = time.monotonic()
+
+
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
 def _read(line: bytes, outcome: Outcome) -> None:

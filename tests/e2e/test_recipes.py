@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from support.documentation.page_commands import Shell, blocks
+from support.documentation.page_commands import Shell, blocks, has_no_member
 from support.triton.serving import ROOT, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -82,14 +81,6 @@ def test_an_upgrade_drops_no_request(shell: Shell) -> None:
                 lambda: has_no_member(upgrade.pid), 120, "the end of the new server, which the shell does not await"
             )
     assert {answer.status_code for answer in answers} == {200}
-
-
-def has_no_member(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def is_ready(shell: Shell) -> bool:

@@ -85,7 +85,7 @@ def _serve_workers(options: StandaloneOptions) -> int:
             RestartedChild(
                 f"worker {index} of the gateway",
                 partial(Child, [*command, str(folder), str(index)], ends_with_parent=True),
-                _note,
+                partial(print, file=sys.stderr, flush=True),
             )
             for index in range(options.workers)
         ]
@@ -114,10 +114,6 @@ def _end(children: Sequence[RestartedChild], signals: StopSignals) -> None:
             for one in children:
                 one.child.terminate()
         time.sleep(_LOOK_S)
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _is_settled(worker: GatewayWorker, signals: StopSignals) -> bool:

@@ -86,3 +86,12 @@ class Shell:
         finally:
             process.terminate()
             process.wait(120)
+
+
+def has_no_member(group: int) -> bool:
+    """Return whether no process of the group is left: a shell does not await those in its background."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False

@@ -1,0 +1,45 @@
+"""The commands of docs/edge.md for a local server that overflows to a remote one, as they stand but for the ports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import requests
+
+from support.documentation.page_commands import Shell, blocks, has_no_member
+from support.triton.serving import ROOT, wait_for
+from tidewheel.metrics import UPSTREAM_READY, UPSTREAM_SENT
+from tidewheel_client import Figures
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def samples(shell: Shell, name: str) -> dict[str, float]:
+    page = requests.get(shell.here("http://127.0.0.1:8080/metrics"), timeout=60).text
+    return {sample.labels["upstream"]: sample.value for sample in Figures.parse(page).samples(name)}
+
+
+def test_a_local_server_overflows_to_a_remote_one(short_path: Path) -> None:
+    shell = Shell(short_path / "run")
+    servers, gateway, _, load = blocks("docs/edge.md", "A local server that overflows to a remote one")["sh"]
+    local, remote = re.findall(r"--url (127\.0\.0\.1:\d+)", shell.here(gateway))
+    running = subprocess.Popen(
+        ["bash", "-ec", shell.here(servers) + "\nwait"], env=shell.environment(), cwd=ROOT, start_new_session=True
+    )
+    try:
+        with shell.running(gateway, "8080/health"):
+            wait_for(lambda: samples(shell, UPSTREAM_READY.name) == {local: 1, remote: 1}, 300, "both servers")
+            body = {"model": "demo", "prompt": "A tuple is", "max_tokens": 20}
+            for _ in range(5):
+                assert requests.post(shell.here("http://127.0.0.1:8080/v1/completions"), json=body, timeout=300).ok
+            assert samples(shell, UPSTREAM_SENT.name) == {local: 5, remote: 0}
+            assert "upstream" in shell.run(load)
+            sent = samples(shell, UPSTREAM_SENT.name)
+            assert sum(sent.values()) >= 65 and all(sent.values()), sent
+    finally:
+        subprocess.run(["kill", "-TERM", "--", f"-{running.pid}"], check=False)
+        running.wait(120)
+        wait_for(lambda: has_no_member(running.pid), 120, "the end of both servers")

@@ -87,10 +87,11 @@ class StatusFile:
 
 
 def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, identity: str) -> int:
-    """Run the engine; return the exit code. Raise BlockingIOError if another engine runs in the folder."""
+    """Run the engine, unless another runs in the folder; return the exit code."""
     lock = try_lock(engine_dir / folder.ENGINE_LOCK, PREDECESSOR_LIMIT_S)
     if lock is None:
-        raise BlockingIOError(engine_dir / folder.ENGINE_LOCK)
+        log.error("another engine runs in this folder: stop it first")
+        return EXIT_CRASHED
     with lock:
         status = StatusFile(engine_dir, config.to_settings(), identity)
         status.update()
@@ -187,9 +188,6 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
         return EXIT_LOAD_FAILED
     try:
         return serve(config, engine_dir, load, identity)
-    except BlockingIOError:
-        log.error("another engine runs in this folder: stop it first")
-        return EXIT_CRASHED
     except Exception as error:
         log.exception("the engine could not start")
         log.error("engine died: %s: %s", type(error).__name__, error)

@@ -104,7 +104,7 @@ def note_full(client: Client) -> list[Delta]:
 
 
 def test_a_full_waiting_set_is_told_from_other_refusals(connect: Connect) -> None:
-    tenants = '{"poor": {"requests_per_s": 1}}'
+    tenants = '{"poor": {"requests_per_s": 0.001}}'
     client = connect(config=EngineConfig(model="ok", max_num_seqs=1, max_waiting_requests=1, tenants=tenants))
     full = note_full(client)
     client.add(request(1, 5, tenant="poor"))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,19 @@ class SamplingTensors:
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
+
+    @property
+    def any_filtered(self) -> bool:
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
+    def of_rows(self, rows: torch.Tensor) -> SamplingTensors:
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+        )
 
 
 class GreedyTokens(NamedTuple):

@@ -65,7 +65,7 @@ def ranked_logits(model: Path, num_ranks: int, *, use_copy: bool = False, **sett
     def run(rank: int) -> torch.Tensor:
         try:
             shard = Shard(rank, num_ranks, ThreadCollectives(exchange, rank))
-            return logits_of(parts_of(model, shard, **settings), use_copy=use_copy)
+            return shard.gather(logits_of(parts_of(model, shard, **settings), use_copy=use_copy))
         except BaseException:
             exchange.abort()
             raise

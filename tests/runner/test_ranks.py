@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from transformers import PreTrainedModel
 
@@ -22,15 +23,18 @@ from support.runner.decode_workloads import KINDS, LOOPS, workload
 from support.runner.graphed_runner import LOADED_SIZES
 from support.runner.random_loads import WITH_MARGIN, compared_loads
 from support.runner.recorded_graphs import RecordedAllocator, RecordingAccelerator
-from support.runner.step_loop import StepLoop, request
+from support.runner.step_loop import GREEDY, StepLoop, request
 from support.runner.thread_ranks import ThreadRanks
-from tidewheel.batch import RowError
+from tidewheel.batch import RowError, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.errors import InternalError
+from tidewheel.grammar import Grammar, RowGrammar
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
+from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.rank_group import load_group
+from tidewheel.runner.sampling_plan import SamplingPlan
 from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel.sampling import SamplingParams
 
@@ -48,6 +52,19 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 class Case(NamedTuple):
     one: ModelRunner
     ranks: ThreadRanks
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> RowGrammar:
+    """Grammar of some words, whose letters are the tokens 0 to 25."""
+    vocabulary = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("letters")
+    backend.save(str(folder / "tokenizer.json"))
+    compiler = GrammarCompiler(folder, tiny_models.VOCAB_SIZE)
+    words = Grammar.choice(["abc", "abde", "xyz", "xylophone"])
+    return RowGrammar(compiler.compile(to_source(words), "choice"), (30, 31))
 
 
 def settings(folder: Path, **changes: object) -> EngineConfig:
@@ -93,6 +110,56 @@ def test_all_ways_of_sampling(case: Case, kinds: Sequence[SamplingParams], loop:
     case.ranks.poison()
     expected = loop(case.one, num_blocks=32, token_budget=60).run(workload(kinds))
     assert loop(case.ranks.leader, num_blocks=32, token_budget=60).run(workload(kinds)) == expected
+
+
+def random_sampling(random: np.random.Generator) -> SamplingParams:
+    """Return draws, greedy or filtered; one in five changes logits or wants log-probabilities."""
+    changes: dict[str, object] = {}
+    if random.random() < 0.2:
+        options = ({"repetition_penalty": 1.3}, {"logit_bias": {5: 9.0}}, {"min_tokens": 3}, {"logprobs": 3})
+        changes = dict(options[int(random.integers(len(options)))])
+    return SamplingParams(
+        temperature=float(random.choice([0, 0.3, 1, 2])), top_k=int(random.choice([0, 0, 4, 300])),
+        top_p=float(random.choice([1, 0.5, 0.95])), min_p=float(random.choice([0, 0, 0.1])), **changes,
+    )  # fmt: skip
+
+
+def random_draws(seed: int, grammar: RowGrammar) -> list[Request]:
+    random, requests = np.random.default_rng(seed), []
+    plain = bool(random.random() < 0.3)  # all greedy
+    for number, prompt in enumerate(tiny_models.prompts(int(random.integers(1, 7)), 1, 40, seed=seed)):
+        sampling = GREEDY if plain else random_sampling(random)
+        fields = {"grammar": grammar} if not plain and not sampling.min_tokens and random.random() < 0.1 else {}
+        first = request(f"r{number}", prompt, 10, sampling, seed=seed * 100 + number, stop_token_ids=(9,), **fields)
+        others = range(int(random.integers(0, 3)))
+        requests += [first, *(request(f"r{number}.{i}", prompt, 8, sampling, seed=i, leader=first) for i in others)]
+    return requests
+
+
+def test_draws_are_those_of_whole_logits(case: Case, letters: RowGrammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is gathered of them: tokens and log-probabilities are equal, not just near."""
+    width, totals = tiny_models.VOCAB_SIZE // len(case.ranks.runners), Counter[str]()
+
+    def answers(seed: int) -> tuple[list[list[int]], list[object]]:
+        loop, logprobs = StepLoop(case.ranks.leader, token_budget=60), []
+        apply = loop.scheduler.apply
+
+        def noted(*arguments: Any) -> StepOutputs:
+            logprobs.append(arguments[1].logprobs)
+            return apply(*arguments)
+
+        loop.scheduler.apply = noted
+        return loop.run(random_draws(seed, letters)), logprobs
+
+    for seed in range(examples(20, 500)):
+        begin = len(case.ranks.calls[0])
+        found = answers(seed)
+        shapes = [shape for name, shape, _ in case.ranks.calls[0][begin:] if name == "all_gather"]
+        totals += Counter("all" if shape[-1] == width else "some" for shape in shapes)
+        with monkeypatch.context() as whole:
+            whole.setattr(SamplingPlan, "logit_use", "all")
+            assert found == answers(seed), seed
+    assert min(totals["all"], totals["some"]) > 20
 
 
 def test_prompts_are_scored_and_pooled(case: Case) -> None:
@@ -180,4 +247,4 @@ def test_recorded_graphs_call_collectives_in_the_order_of_all_ranks(
             ranks.poison()
             compared_loads(one, ranks.leader, seed)
         replays = [sum(graph.num_replays - 1 for graph in each.pools[-1].graphs) for each in accelerators]
-        assert replays[0] >= replays[1] > 100  # the leader's graphs sample too
+        assert replays[0] == replays[1] > 100

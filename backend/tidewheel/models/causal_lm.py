@@ -49,7 +49,7 @@ class CausalLM(Protocol):
     is_capturable: bool  # `forward` never waits for the device
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
-        """Return logits [S, vocab_size] in the model's dtype or float32."""
+        """Return logits [S, vocab_size], or this rank's part of them, in the model's dtype or float32."""
 
     def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits, and states of tokens `indices` [P] int64: normed hidden states, or logits [P, vocab]."""

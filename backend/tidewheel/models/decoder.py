@@ -153,7 +153,7 @@ class Decoder(NativeModel):
         return self.logits_of(sampled), states
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Return logits [S, vocab_size] from the last layer's result."""
+        """Return logits as `forward` does, from the last layer's result."""
         if len(logit_indices) < len(x):
             x, residual = x.index_select(0, logit_indices), residual.index_select(0, logit_indices)
         return self.logits_of(self._normed(x, residual))

@@ -161,7 +161,7 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelLinear(Linear):
-    """Embedding table or output matrix of a rank's part of the vocabulary. It returns rows or logits of all."""
+    """Embedding table or output matrix of a rank's part of the vocabulary. Rows are of all, logits of the part."""
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         num_tokens = self.weight.shape[0]
@@ -170,9 +170,6 @@ class VocabParallelLinear(Linear):
         found = super().rows(local.clamp_(0, num_tokens - 1)).masked_fill_(is_absent.unsqueeze(1), 0)
         self.shard.collectives.all_reduce(found)
         return found
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.shard.collectives.all_gather(super().__call__(x)).transpose(0, 1).flatten(1)
 
 
 _SPLIT_LAYERS: Mapping[Split, type[Linear]] = {"inputs": RowParallelLinear, "vocabulary": VocabParallelLinear}

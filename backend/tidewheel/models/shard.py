@@ -59,6 +59,17 @@ class Shard(NamedTuple):
         size, index = total // num_pieces, self.rank * num_pieces // self.num_ranks
         return TensorPart(axis, index * size, (index + 1) * size)
 
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the logits [S, vocab_size] of which each rank holds a part."""
+        return self.collectives.all_gather(part).transpose(0, 1).flatten(1)
+
+    def from_leader(self, token_ids: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """Return the tokens [len(rows)] int64 of rank 0; other ranks give None."""
+        if token_ids is None:
+            token_ids = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+        self.collectives.broadcast(token_ids)
+        return token_ids
+
     def least(self, counts: Sequence[int], device: torch.device) -> list[int]:
         """Return the smallest value of any rank for each count."""
         least: list[int] = self.collectives.all_gather(torch.tensor(counts, device=device)).amin(0).tolist()

@@ -46,7 +46,7 @@ from tidewheel.runner.profiling import (
     measured_activation_bytes,
     smallest_step,
 )
-from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_tokens, score_prompts
+from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_part, score_prompts
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
 from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, StepGraphs, StepModel
 from tidewheel.runner.thread_count import StepThreads
@@ -82,12 +82,12 @@ class ModelRunner:
         self._rows = RowTable(
             info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
         )
-        self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator)
+        self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator, self._shard.num_ranks)
         self._sender: InputSender = share_memory
         if accelerator is not None:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
-        self._steps = StepModel(model, self._rows, cache.kv.layers, encoder)
+        self._steps = StepModel(model, self._rows, cache.kv.layers, encoder, self._shard)
         self._variants: tuple[WeightVariant, ...] = ("full", "quantized") if info.copy_bytes else ("full",)
         self._weights: WeightVariant = "full"
         self._graphs_of: dict[WeightVariant, StepGraphs] = {}
@@ -300,7 +300,8 @@ class ModelRunner:
         if plan.scoring is not None:
             before, states = states.tensor_split([len(scored[0])])
             tokens = self._rows.tokens_at(inputs.token_indices.index_select(0, scored[0]) + 1)
-            of_prompts = score_prompts(before, model.logits_of, tokens, plan.scoring)
+            logits_of = lambda some: self._shard.gather(model.logits_of(some))  # noqa: E731
+            of_prompts = score_prompts(before, logits_of, tokens, plan.scoring)
         if plan.pooling is not None:
             sums = pool_states(states, pooled[1], plan.pooling)
         sampled = self._sampled(logits, plan, sent, inputs.store_indices)
@@ -310,15 +311,13 @@ class ModelRunner:
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph
     ) -> SamplerOutput:
         count = len(batch.rows)
-        sampling = plan.groups(graph.num_rows if plan.is_plain else count)
+        sampler = {"largest": graph.greedy, "draw": graph.drawn}.get(plan.logit_use)
+        sampling = plan.groups(count if sampler is None else graph.num_rows)
         sent = self._send(batch, self._rows.padded(host, graph.num_rows), sampling, changes)
         graph.forward.graph.replay()
-        if plan.is_plain and not self._shard.rank:
-            sampler = graph.drawn if plan.any_sampled else graph.greedy
+        if sampler is not None:
             sampler.graph.replay()
-            token_ids = sampler.output[:count]
-            self._shard.collectives.broadcast(token_ids)
-            return SamplerOutput(token_ids)
+            return SamplerOutput(sampler.output[:count])
         return self._sampled(graph.forward.output[:count], plan, sent, graph.inputs.store_indices[:count])
 
     def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> DeviceArrays:
@@ -331,11 +330,7 @@ class ModelRunner:
     ) -> SamplerOutput:
         if not len(store_indices):
             return SamplerOutput()
-        if self._shard.rank:  # rank 0 alone knows the requests' parameters
-            sampled = SamplerOutput(torch.empty_like(store_indices))
-        else:
-            sampled = sample_tokens(logits, plan, sent, partial(self._rows.history, store_indices))
+        sampled = sample_part(logits, self._shard, plan, sent, partial(self._rows.history, store_indices))
         assert sampled.token_ids is not None
-        self._shard.collectives.broadcast(sampled.token_ids)
         self._rows.store(store_indices, sampled.token_ids)
         return sampled

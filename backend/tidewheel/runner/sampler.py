@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array, Launch, SampledTokens, ScheduledBatch
+from tidewheel.models.shard import Shard
 from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel.runner.inputs import DeviceArrays
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PoolingPlan, PromptScoring, SamplingPlan
@@ -25,6 +26,8 @@ from tidewheel_kernels import (
     forbid_words,
     sample,
 )
+from tidewheel_kernels.sampling.cpu import UNSETTLED
+from tidewheel_kernels.sampling.parts import candidates_of_part, draw_from_parts, largest_of_part, largest_tokens
 
 
 class SamplerOutput(NamedTuple):
@@ -40,6 +43,41 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Seque
     """Return ids [S] int64 without reading device values. `flags`: of `SamplingTensors`."""
     temperature, top_k, top_p, min_p, uniform = draw
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
+
+
+def sample_part(
+    part: torch.Tensor, shard: Shard, plan: SamplingPlan, sent: DeviceArrays, history: Callable[[], TokenHistory]
+) -> SamplerOutput:
+    """Do as `sample_tokens`, from a rank's part of the logits. Only rank 0 has log-probabilities."""
+    if shard.num_ranks == 1:
+        return sample_tokens(part, plan, sent, history)
+    if plan.logit_use == "largest":
+        return SamplerOutput(largest_of_ranks(part, shard))
+    if plan.logit_use == "draw" and any(plan.flags[1:]) and not part.is_cuda:  # a GPU would wait for `UNSETTLED`
+        return SamplerOutput(_drawn_of_ranks(part, shard, plan, sent))
+    logits = shard.gather(part)
+    sampled = SamplerOutput() if shard.rank else sample_tokens(logits, plan, sent, history)
+    return sampled._replace(token_ids=shard.from_leader(sampled.token_ids, part))
+
+
+def largest_of_ranks(part: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return ids [S] int64 without reading device values."""
+    return largest_tokens(shard.collectives.all_gather(largest_of_part(part, shard.rank * part.shape[1])))
+
+
+def _drawn_of_ranks(part: torch.Tensor, shard: Shard, plan: SamplingPlan, sent: DeviceArrays) -> torch.Tensor:
+    """Return ids [S] int64. Whole logits are gathered of rows that candidates do not settle."""
+    temperature, top_k, top_p, min_p, uniform = sent["draw"]
+    params, size = SamplingTensors(temperature, top_k, top_p, min_p, *plan.flags), part.shape[1]
+    parts = shard.collectives.all_gather(candidates_of_part(part, shard.rank * size, params))
+    drawn = None if shard.rank else draw_from_parts(parts, params, uniform, size * shard.num_ranks)
+    token_ids = shard.from_leader(drawn, part)
+    rest = (token_ids == UNSETTLED).nonzero().squeeze(1)
+    if len(rest):
+        logits = shard.gather(part[rest])
+        drawn = None if shard.rank else sample(logits, params.of_rows(rest), uniform[rest]).token_ids
+        token_ids[rest] = shard.from_leader(drawn, rest)
+    return token_ids
 
 
 def sample_tokens(
@@ -67,8 +105,7 @@ def sample_tokens(
     if plan.masks is not None:
         bits = plan.masks.bits.result().to(logits.device, non_blocking=True)
         apply_token_mask(logits, sent["mask_rows"][0], bits)
-    flags = (plan.any_sampled, plan.any_top_k, plan.any_top_p, plan.any_min_p)
-    token_ids = draw_tokens(logits, sent["draw"], flags)
+    token_ids = draw_tokens(logits, sent["draw"], plan.flags)
     if not logprob_rows:
         return SamplerOutput(token_ids)
     num_top = int(plan.num_top_logprobs.max())

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,13 @@ class LogitRules:
         return lengths, self._word_tokens[: int(lengths.sum())]
 
 
+def reads_all_logits(new: NewRow) -> bool:
+    """Return whether a row's sampling ever reads all logits for more than a draw."""
+    request, sampling = new.request, new.sampling
+    is_changed = LogitRules.needed(new) or sampling.has_penalties or request.grammar is not None
+    return is_changed or sampling.logprobs is not None
+
+
 class DrawColumns(NamedTuple):
     """Host arrays of S rows for `tidewheel_kernels.SamplingTensors`."""
 
@@ -84,6 +91,11 @@ class DrawColumns(NamedTuple):
     top_p: Float32Array
     min_p: Float32Array
     uniform: Float32Array
+
+    def flags(self) -> list[bool]:
+        sampled = self.temperature > 0
+        uses = sampled, self.top_k > 0, self.top_p < 1, self.min_p > 0
+        return [bool((sampled & use).any()) for use in uses]
 
     def padded(self, num_rows: int) -> DrawColumns:
         extra = num_rows - len(self.temperature)
@@ -135,10 +147,7 @@ class SamplingPlan:
     """Inputs to sample S rows, to score prompts and to pool; None for unneeded stages."""
 
     draw: DrawColumns
-    any_sampled: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
+    flags: list[bool]  # of `tidewheel_kernels.SamplingTensors`
     allowed: Group | None  # sampling rows [R] and their bit sets [R * words]
     bias: Group | None  # sampling rows, token ids and values [N], which are added to the logits
     words: Group | None  # fields of `tidewheel_kernels.WordTensors`
@@ -148,15 +157,18 @@ class SamplingPlan:
     masks: MaskJob | None
     scoring: PromptScoring | None
     pooling: PoolingPlan | None
+    reads_all: bool | None  # whether a row's parameters may ever need all logits; None: of one rank
+
+    @property
+    def logit_use(self) -> Literal["largest", "draw", "all"]:
+        """Return what logits are read for, equal on all ranks; "all": also for changes or log-probabilities."""
+        needs_all = self.changes_logits or len(self.logprob_rows) > 0 if self.reads_all is None else self.reads_all
+        return "all" if needs_all else "draw" if self.flags[0] else "largest"
 
     @property
     def changes_logits(self) -> bool:
         changes = (self.allowed, self.bias, self.words, self.penalties, self.masks)
         return any(change is not None for change in changes)
-
-    @property
-    def is_plain(self) -> bool:
-        return not self.changes_logits and not len(self.logprob_rows)
 
     def groups(self, num_rows: int = 0) -> Groups:
         scoring, pooling = self.scoring, self.pooling
@@ -174,13 +186,16 @@ class SamplingPlan:
 
 
 class SamplingTable:
-    def __init__(self, max_num_seqs: int, vocab_size: int, accelerator: CudaAccelerator | None = None) -> None:
-        self._vocab_size = vocab_size
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, accelerator: CudaAccelerator | None, num_ranks: int
+    ) -> None:
+        self._vocab_size, self._num_ranks = vocab_size, num_ranks
         self.grammars = GrammarRows(accelerator)
         self._floats = {name: np.zeros(max_num_seqs, dtype=np.float32) for name in FLOATS}
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._reads_all = np.zeros(max_num_seqs, dtype=np.bool_)
         self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
         self._num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
@@ -208,9 +223,10 @@ class SamplingTable:
         row, request, _, sampling = new
         for name, column in self._floats.items():
             column[row] = getattr(sampling, name)
-        self._top_k[row] = max(sampling.top_k, 0)
+        self._top_k[row] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
         self._seeds[row] = request.seed
         self._num_prompt_tokens[row] = request.num_prompt_tokens
+        self._reads_all[row] = self._num_ranks > 1 and reads_all_logits(new)
         self._has_penalties[row] = sampling.has_penalties
         self._num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
         of_prompt = sampling.prompt_logprobs
@@ -228,8 +244,7 @@ class SamplingTable:
     def plan(self, batch: ScheduledBatch, host: HostInputs) -> SamplingPlan:
         rows, positions = batch.rows[batch.samples], host.seq_lens[batch.samples]
         temperature = self._floats["temperature"][rows]
-        sampled = temperature > 0
-        any_sampled = bool(sampled.any())
+        any_sampled = bool((temperature > 0).any())
         draw = DrawColumns(
             temperature,
             self._top_k[rows],
@@ -243,10 +258,7 @@ class SamplingTable:
         logprob_rows = np.flatnonzero(num_logprobs >= 0)
         return SamplingPlan(
             draw=draw,
-            any_sampled=any_sampled,
-            any_top_k=any_sampled and bool((draw.top_k[sampled] > 0).any()),
-            any_top_p=any_sampled and bool((draw.top_p[sampled] < 1).any()),
-            any_min_p=any_sampled and bool((draw.min_p[sampled] > 0).any()),
+            flags=draw.flags() if any_sampled else [False] * 4,
             allowed=_allowed_columns(ruled),
             bias=_joined([(i, rules.biases(position)) for i, position, rules in ruled]),
             words=_word_columns(ruled),
@@ -256,6 +268,7 @@ class SamplingTable:
             masks=self.grammars.start(rows, positions) if self.grammars.states else None,
             scoring=self._scoring(batch) if self._with_more else None,
             pooling=self._pooling(batch) if self._with_more else None,
+            reads_all=bool(self._reads_all[rows].any()) if self._num_ranks > 1 else None,
         )
 
     def _scoring(self, batch: ScheduledBatch) -> PromptScoring | None:

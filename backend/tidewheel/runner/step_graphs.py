@@ -19,10 +19,11 @@ import torch
 from tidewheel.batch import ScheduledBatch
 from tidewheel.models.causal_lm import AttentionInput, CausalLM, ForwardInput, KVLayer, Progress, TokenLocations
 from tidewheel.models.decoder import Decoder, DecoderLayer
+from tidewheel.models.shard import Shard
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, InputSender, RowTable, StepInputs
-from tidewheel.runner.sampler import draw_tokens
+from tidewheel.runner.sampler import draw_tokens, largest_of_ranks
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
@@ -40,6 +41,7 @@ class StepModel(NamedTuple):
     rows: RowTable
     kv_layers: Sequence[KVLayer]
     encoder: EncoderCache | None = None
+    shard: Shard = Shard()
 
     def input(self, inputs: DeviceInputs, bounds: ForwardBounds) -> ForwardInput:
         token_ids = self.rows.known_tokens_at(inputs.token_indices, self.model.shape.vocab_size)
@@ -93,7 +95,7 @@ class DecodeGraph(NamedTuple):
 
     num_rows: int
     inputs: DeviceInputs
-    forward: CapturedGraph[torch.Tensor]  # logits [num_rows, vocab_size]
+    forward: CapturedGraph[torch.Tensor]  # logits [num_rows, vocab_size], or this rank's part of them
     greedy: CapturedGraph[torch.Tensor]  # sampled ids [num_rows] int64
     drawn: CapturedGraph[torch.Tensor]
 
@@ -111,7 +113,7 @@ class PromptGraph(NamedTuple):
     residual: torch.Tensor
 
     def logits(self, meta: AttentionMetadata, num_tokens: int, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Return logits [len(logit_indices), vocab_size] from padded inputs on the device."""
+        """Return logits of `logit_indices`, as `CausalLM.forward` does, from padded inputs on the device."""
         first, *others = self.pieces
         attended = self.attended[:num_tokens]
         first.replay()
@@ -166,14 +168,18 @@ class StepGraphs:
         return self._prompts[index] if index < len(self._prompts) else None
 
     def _add_decodes(self, size: int, *, may_split: bool = True) -> None:
-        rows = self._steps.rows
+        rows, shard = self._steps.rows, self._steps.shard
         sent = self._sender({"inputs": rows.padding(size), "draw": greedy_columns(size)})
         inputs, draw = StepInputs(*sent["inputs"]), sent["draw"]
         bounds = ForwardBounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
         forward = self._pool.capture(lambda: self._steps.forward(inputs, bounds))
 
         def sample(any_sampled: bool) -> torch.Tensor:
-            token_ids = draw_tokens(forward.output, draw, (any_sampled,) * 4)
+            if shard.num_ranks > 1 and not any_sampled:
+                token_ids = largest_of_ranks(forward.output, shard)
+            else:
+                token_ids = draw_tokens(shard.gather(forward.output), draw, (any_sampled,) * 4)
+                shard.collectives.broadcast(token_ids)
             rows.store(inputs.store_indices, token_ids)
             return token_ids
 
@@ -186,7 +192,7 @@ class StepGraphs:
             self._unsplit[size] = decode
 
     def _add_prompts(self, size: int) -> None:
-        pool, (model, rows, kv_layers, _) = self._pool, self._steps
+        pool, (model, rows, kv_layers, *_) = self._pool, self._steps
         assert isinstance(model, Decoder)
         inputs = StepInputs(*self._sender({"inputs": rows.padding(0, size)})["inputs"])
         places = TokenLocations(inputs.positions, inputs.slot_mapping)

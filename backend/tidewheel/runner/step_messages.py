@@ -10,12 +10,13 @@ import numpy.typing as npt
 
 from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch, TransferArrays, WeightVariant, no_ids
 from tidewheel.request import Pooling, Request
+from tidewheel.runner.sampling_plan import reads_all_logits
 from tidewheel.sampling import SamplingParams
 
 _COLUMNS = (
     "rows", "start_positions", "num_scheduled_tokens", "freed_rows", "block_rows", "block_indices", "block_ids",
 )  # fmt: skip
-RowMessage = tuple[int, bytes, int, Pooling, int | None]  # row, tokens, prompt's length, pooling, prompt_logprobs
+RowMessage = tuple[int, bytes, int, Pooling, SamplingParams]  # row, tokens, prompt's length
 
 
 class StepMessage(msgspec.Struct, array_like=True):
@@ -50,12 +51,16 @@ def encode_step(batch: ScheduledBatch) -> bytes:
 
 
 def _row_message(new: NewRow) -> RowMessage:
-    row, request, token_ids, sampling = new
-    return row, _bytes(token_ids), request.num_prompt_tokens, request.pooling, sampling.prompt_logprobs
+    row, request, token_ids, whole = new
+    sampling = SamplingParams(
+        temperature=whole.temperature, top_k=whole.top_k, top_p=whole.top_p, min_p=whole.min_p,
+        logprobs=0 if reads_all_logits(new) else None, prompt_logprobs=whole.prompt_logprobs,
+    )  # fmt: skip
+    return row, _bytes(token_ids), request.num_prompt_tokens, request.pooling, sampling
 
 
 def decode_step(payload: bytes) -> ScheduledBatch:
-    """Return the batch. Its requests have neither text nor sampling parameters, except `prompt_logprobs`."""
+    """Return the batch. Its requests have no text, and of sampling parameters `prompt_logprobs` and filters."""
     message = _decoder.decode(payload)
     columns: dict[str, Any] = {name: _ids(data) for name, data in zip(_COLUMNS, message.columns, strict=True)}
     return ScheduledBatch(
@@ -71,8 +76,8 @@ def decode_step(payload: bytes) -> ScheduledBatch:
 
 
 def _new_row(message: RowMessage) -> NewRow:
-    row, data, num_prompt_tokens, pooling, prompt_logprobs = message
-    token_ids, sampling = _ids(data), SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)
+    row, data, num_prompt_tokens, pooling, sampling = message
+    token_ids = _ids(data)
     prompt = token_ids[:num_prompt_tokens]
     return NewRow(
         row, Request("", prompt, sampling, max_tokens=1, arrival_time=0.0, pooling=pooling), token_ids, sampling

@@ -20,7 +20,8 @@ from tidewheel_kernels.kv_cache.reference import scales_of, stored
 from tidewheel_kernels.norm.cpu import rms_norm_cpu
 from tidewheel_kernels.norm.reference import normalized
 from tidewheel_kernels.rope.reference import rotate_neox
-from tidewheel_kernels.sampling.reference import sample_reference
+from tidewheel_kernels.sampling import parts
+from tidewheel_kernels.sampling.reference import greedy_tokens, sample_reference
 
 
 @contextmanager
@@ -38,6 +39,7 @@ def installed() -> Iterator[None]:
             stack.enter_context(
                 mock.patch.object(operation, "chosen", defaultdict(lambda function=function: function))
             )
+        stack.enter_context(mock.patch.object(parts, "greedy_tokens_cpu", greedy_tokens))
         yield
 
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore
 PIECE = 1 << 20  # bytes of a rank that one exchange takes
 SPIN_S = 30e-6  # longest wait without sleep: to be woken takes 15 us
 SLICE_S = 0.02  # sleep between two looks at whether a rank is lost
-_LINE, _PAGE = 64, 4096  # bytes: of a semaphore and its padding, and of memory
+_LINE = 64  # bytes of a semaphore and its padding
 # POSIX has semaphores order memory between processes. A call that cannot wait takes less time than giving up the GIL.
 _waiting, _brief = ctypes.CDLL(None), ctypes.PyDLL(None)
 _init, _post, _try_wait = _brief.sem_init, _brief.sem_post, _brief.sem_trywait
@@ -35,25 +35,15 @@ class RankLost(RuntimeError):
 def create_memory(num_ranks: int) -> int:
     """Return a descriptor of memory without a name, for the `MemoryCollectives` of its heirs."""
     file = os.memfd_create("tidewheel-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, _semaphore_bytes(num_ranks) + 2 * num_ranks * PIECE)
+    os.ftruncate(file, 2 * num_ranks * PIECE + num_ranks**2 * _LINE)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    memory = torch.frombuffer(mmap(file, 0), dtype=torch.uint8)
-    for index in range(num_ranks**2):
-        _init(memory.data_ptr() + index * _LINE, True, 0)
+    for semaphore in torch.frombuffer(mmap(file, 0), dtype=torch.uint8)[2 * num_ranks * PIECE :: _LINE]:
+        _init(semaphore.data_ptr(), True, 0)
     return file
 
 
-def _semaphore_bytes(num_ranks: int) -> int:
-    return -(-(num_ranks**2) * _LINE // _PAGE) * _PAGE
-
-
-def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
+def _split(x: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch.split(x, PIECE // x.itemsize, dim=-1)
-
-
-def _views(slots: torch.Tensor, turn: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-    """Return the first elements of each rank's slot. Making them takes as long as the exchange of a row."""
-    return list(slots[turn].view(dtype)[:, :count])
 
 
 class MemoryCollectives:
@@ -69,11 +59,17 @@ class MemoryCollectives:
         """Use memory of `create_memory`, by descriptor. `lost` says why another rank has ended; empty: none has."""
         self._rank, self._limit_s, self._lost, self._turn = rank, timeout_s, lost, 0
         mapped = torch.frombuffer(mmap(memory, 0), dtype=torch.uint8)
-        slots = mapped[_semaphore_bytes(num_ranks) :].view(2, num_ranks, PIECE)
-        self._num_ranks, self._slots = num_ranks, functools.lru_cache(256)(functools.partial(_views, slots))
+        slots, semaphores = mapped.tensor_split([2 * num_ranks * PIECE])
+        slots, semaphores = slots.view(2, num_ranks, PIECE), semaphores.view(num_ranks, num_ranks, _LINE)
         others = [other for other in range(num_ranks) if other != rank]
-        self._posted = [mapped.data_ptr() + _LINE * (rank * num_ranks + other) for other in others]
-        self._awaited = [(other, mapped.data_ptr() + _LINE * (other * num_ranks + rank)) for other in others]
+        self._posted = [semaphores[rank, other].data_ptr() for other in others]
+        self._awaited = [(other, semaphores[other, rank].data_ptr()) for other in others]
+        self._num_ranks, self._views = (
+            num_ranks,
+            functools.lru_cache(256)(  # making them takes as long as a row's sum
+                lambda turn, dtype, count: list(slots[turn].view(dtype)[:, :count])
+            ),
+        )
 
     def limit(self, timeout_s: float) -> None:
         """Set how long an operation waits for another rank before it raises `RankLost`."""
@@ -88,7 +84,7 @@ class MemoryCollectives:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self._num_ranks, x.numel())
-        for pieces, (_, slots) in zip(_pieces(gathered), self._exchanged(x.flatten()), strict=True):
+        for pieces, (_, slots) in zip(_split(gathered), self._exchanged(x.flatten()), strict=True):
             torch.stack(slots, out=pieces)
         return gathered.view(self._num_ranks, *x.shape)
 
@@ -98,9 +94,9 @@ class MemoryCollectives:
 
     def _exchanged(self, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Yield each piece of a vector with those of all ranks, which the second next call replaces."""
-        for piece in _pieces(x):
+        for piece in _split(x):
             self._turn ^= 1
-            slots = self._slots(self._turn, x.dtype, len(piece))
+            slots = self._views(self._turn, x.dtype, len(piece))
             slots[self._rank].copy_(piece)
             for semaphore in self._posted:
                 _post(semaphore)
@@ -113,18 +109,13 @@ class MemoryCollectives:
         began = time.monotonic()
         while _try_wait(semaphore):
             now = time.monotonic()
+            until = struct.pack("ll", *divmod(int(1e9 * (now + SLICE_S)), 10**9))  # a C timespec
             if now - began < SPIN_S:
                 os.sched_yield()  # the other rank may wait for this processor
-            elif _slept(semaphore, now + SLICE_S):
+            elif not _waiting.sem_clockwait(ctypes.c_void_p(semaphore), time.CLOCK_MONOTONIC, until):
                 return
             elif (reason := self._lost()) or now - began > self._limit_s:
                 raise RankLost(reason or f"rank {rank} did not answer for {self._limit_s:g} s")
-
-
-def _slept(semaphore: int, until_s: float) -> bool:
-    """Sleep until a semaphore is posted, and take the post. Return False at a time of the monotonic clock."""
-    until = struct.pack("ll", int(until_s), int(until_s % 1 * 1e9))
-    return bool(_waiting.sem_clockwait(ctypes.c_void_p(semaphore), time.CLOCK_MONOTONIC, until) == 0)
 
 
 class NcclCollectives:

@@ -107,15 +107,15 @@ def test_a_far_one_must_meet_the_objective(fleet: Fleet, priority: Priority, lim
 
 
 def test_what_near_ones_refuse_goes_on_only_where_the_objective_is_met(fleet: Fleet) -> None:
-    def may(**fields: object) -> bool:
-        return fleet.router.may_overflow(RouteRequest(**fields), FAR)  # type: ignore[arg-type]
+    def follows(busy_cost: int = 0, **fields: object) -> bool:
+        return fleet.choose((NEAR,), busy_cost=busy_cost, **fields) == FAR
 
-    assert may() and not may(priority=Priority.LOW)
-    assert may(due=ROUND_TRIP_S) and not may(due=ROUND_TRIP_S - 0.01)
+    assert follows() and not follows(priority=Priority.LOW)
+    assert follows(due=ROUND_TRIP_S) and not follows(due=ROUND_TRIP_S - 0.01)
     fleet.send(FAR)
     fleet.now += NORMAL_S + ROUND_TRIP_S
-    assert not may(), "a far one whose own requests wait that long is no help"
-    assert PrefixAwareRouter[str]().may_overflow(RouteRequest(priority=Priority.LOW), FAR)
+    assert not follows(), "a far one whose own requests wait that long is no help"
+    assert follows(busy_cost=5, priority=Priority.LOW), "one of the same tier"
 
 
 def test_far_ones_take_everything_when_no_near_one_is_there(fleet: Fleet) -> None:

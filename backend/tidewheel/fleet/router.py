@@ -25,6 +25,7 @@ class RouteRequest(NamedTuple):
     chunk_tokens: int = 1
     due: float = math.inf  # deadline, on the router's clock
     tells_start: bool = True  # `started` is called at the first token, not at the end
+    busy_cost: float = math.inf  # of a replica that was too busy, in `TieredRouter`
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +107,6 @@ class Router(Generic[T]):
         num_open = self.open_without(excluded)
         slot = int(num_open.argmin())
         return self.names[slot] if np.isfinite(num_open[slot]) else None
-
-    def may_overflow(self, request: RouteRequest, replica: T) -> bool:  # noqa: ARG002
-        """Return whether the replica may take a request that a busy, cheaper one has refused."""
-        return True
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
         """Count a request at the replica to which it was sent."""

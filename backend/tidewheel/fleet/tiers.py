@@ -38,15 +38,18 @@ class TieredRouter(PrefixAwareRouter[T]):
         self._waits[slot] = 0.0, 1.0
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        costs = {replica: self._terms(replica).cost for replica in self.slots if replica not in excluded}
-        if len(set(costs.values())) < 2:
-            return super().choose(request, excluded)
+        present = {replica: self._terms(replica).cost for replica in self.slots if replica not in excluded}
+        costs = {one: cost for one, cost in present.items() if self._may_take(request, one, cost)}
+        if not costs:
+            return None
         chosen = min(costs.values()) if request.priority == Priority.LOW else self._tier(request, costs)
         return super().choose(request, [replica for replica in self.slots if costs.get(replica) != chosen])
 
-    def may_overflow(self, request: RouteRequest, replica: T) -> bool:
-        is_in_time = self._delay_s(request, replica) <= self._objective_s(request)
-        return is_in_time and request.priority != Priority.LOW
+    def _may_take(self, request: RouteRequest, replica: T, cost: int) -> bool:
+        """Return whether the replica may take what a cheaper one has refused: in time, and not LOW."""
+        if cost <= request.busy_cost:
+            return True
+        return request.priority != Priority.LOW and self._delay_s(request, replica) <= self._objective_s(request)
 
     def _tier(self, request: RouteRequest, costs: Mapping[T, int]) -> int:
         objective_s, home = self._objective_s(request), self._home_cost(request, costs)

@@ -232,7 +232,7 @@ class Upstreams:
                     raise EngineDead(f"the server was lost while it answered: {error.message}") from None
                 if routed.has_started or not error.retryable:
                     raise
-                attempt.refused += [upstream, *(self._too_dear(attempt, upstream) if isinstance(error, Busy) else ())]
+                attempt.refused.append(upstream)
                 refusal = error
             finally:
                 upstream.num_open -= 1
@@ -256,19 +256,16 @@ class Upstreams:
         raise NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
     async def _may_retry(self, attempt: Attempt, error: RequestError) -> bool:
-        if not self._has_fit(attempt) and not isinstance(error, Busy):
+        if isinstance(error, Busy):
+            attempt.route = attempt.route._replace(busy_cost=attempt.refused[-1].terms.cost)
+        elif not self._has_fit(attempt):
             with contextlib.suppress(TimeoutError):  # a server may have become ready since its last poll
                 async with asyncio.timeout(PROBE_S):
                     await asyncio.gather(*(one.look() for one in self.each if one not in attempt.refused))
         return self._has_fit(attempt)
 
-    def _too_dear(self, attempt: Attempt, busy: Upstream) -> list[Upstream]:
-        """Return the servers to which a busy server's request must not overflow."""
-        dearer = (one for one in self.each if one.address.cost > busy.address.cost)
-        return [one for one in dearer if not self._router.may_overflow(attempt.route, one.address.grpc)]
-
     def _has_fit(self, attempt: Attempt) -> bool:
-        return len(self._unfit(attempt)) < len(self._members)
+        return self._router.choose(attempt.route, self._unfit(attempt)) is not None
 
     def _unfit(self, attempt: Attempt) -> set[str]:
         model = attempt.request.model

@@ -65,6 +65,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerato
     monkeypatch.setattr(loading, "cpu_budget", budget)
     monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
     monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(LOADED_SIZES))
-    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
+    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, *_: (run(size), 1))
     with capturable.installed():
         yield accelerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -203,12 +204,12 @@ class Steps:
         return "done"
 
 
-def measure(monkeypatch: pytest.MonkeyPatch, steps: Steps) -> tuple[str, int]:
+def measure(monkeypatch: pytest.MonkeyPatch, steps: Steps, num_ranks: int = 1) -> tuple[str, int]:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300 * MIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 700 * MIB)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    return measured_activation_bytes(steps, StepSize(64, 32), CUDA)
+    return measured_activation_bytes(steps, StepSize(64, 32), CUDA, num_ranks)
 
 
 def test_what_a_step_needs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +233,14 @@ def test_a_step_that_does_not_fit_names_one_that_does(
     assert str(caught.value) == (
         f"a step of 64 requests with 32 tokens each does not fit on the GPU beside 300 MiB of weights{advice}"
     )
+
+
+def test_a_rank_tries_no_smaller_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for it inside the step that does not fit."""
+    steps = mock.Mock(side_effect=Steps(2047, 64))
+    with pytest.raises(ConfigError, match=r"300 MiB of weights: lower max_num_batched_tokens or max_num_seqs$"):
+        measure(monkeypatch, steps, num_ranks=2)
+    assert steps.call_count == 1
 
 
 def test_num_threads_is_set() -> None:

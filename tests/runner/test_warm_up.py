@@ -269,7 +269,7 @@ def test_too_little_memory_beside_the_cache_is_said() -> None:
 def test_a_load_warms_up_once_the_cache_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a GPU, with the operations of the CPU."""
     monkeypatch.setattr(model_runner, "accelerator_of", lambda device: HostAccelerator())
-    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
+    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, *_: (run(size), 1))
     monkeypatch.setattr(model_runner, "estimated_graph_bytes", lambda taken, count: 0)
     tiny_models.save(tiny_models.llama, tmp_path)
     stages: dict[str, float] = {}

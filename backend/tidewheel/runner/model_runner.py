@@ -164,7 +164,7 @@ class ModelRunner:
         if accelerator is None:
             run(smallest_step(parts.info))
             return StepMemory(estimated_activation_bytes(largest, layout.shape, DTYPES[parts.info.dtype]), 0)
-        runner, activation_bytes = measured_activation_bytes(run, largest, device)
+        runner, activation_bytes = measured_activation_bytes(run, largest, device, parts.shard.num_ranks)
         taken = runner.capture(sizes.largest(NUM_TRIAL_GRAPHS), no_progress)
         counts = [len(runner._variants) * len(part) for part in sizes]
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))

@@ -53,13 +53,15 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
     return num_tokens * per_token + shape.vocab_size * max(sampled, scored)
 
 
-def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
+def measured_activation_bytes(
+    run: Callable[[StepSize], T], size: StepSize, device: torch.device, num_ranks: int
+) -> tuple[T, int]:
     """Return `run`'s result and its peak memory in bytes. Raise `ConfigError`, naming settings that fit."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = _run_if_it_fits(run, size)
     if result is None:
-        raise ConfigError(_what_fits(run, size, before))
+        raise ConfigError(_what_fits(run, size, before, num_ranks))
     return result, torch.cuda.max_memory_allocated(device) - before
 
 
@@ -70,13 +72,15 @@ def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
         return None
 
 
-def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes: int) -> str:
+def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes: int, num_ranks: int) -> str:
+    obstacle = f"a step of {size.num_rows} requests with {size.tokens_per_row} tokens each does not fit on the GPU"
+    beside = f"{obstacle} beside {weights_bytes // MIB} MiB of weights"
+    if num_ranks > 1:  # the others are inside this step, and would not take part in a smaller one
+        return f"{beside}: lower max_num_batched_tokens or max_num_seqs"
     num_rows, length = size
     while num_rows and _run_if_it_fits(run, StepSize(num_rows, length)) is None:
         num_rows, length = (num_rows, length // 2) if length > 1 else (num_rows // 2, 1)
         torch.cuda.empty_cache()
-    obstacle = f"a step of {size.num_rows} requests with {size.tokens_per_row} tokens each does not fit on the GPU"
-    beside = f"{obstacle} beside {weights_bytes // MIB} MiB of weights"
     if not num_rows:
         return f"{beside}, nor does a step of one token: use a larger GPU, or stop what else runs on it"
     if num_rows < size.num_rows:

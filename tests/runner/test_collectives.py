@@ -140,10 +140,17 @@ class StoreOfRanks:
         self.seen = [store.get(f"id-{other}") for other in range(num_ranks)]
 
 
-def test_ranks_on_gpus_meet_in_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("given", "used"), [(None, "lo"), ("eth1", "eth1")])
+def test_ranks_on_gpus_meet_in_a_file_without_a_name_and_on_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", StoreOfRanks, raising=False)
     memory = os.memfd_create("ranks")
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda rank: NcclCollectives(memory, rank, 2, LIMIT_S), range(2)))
     os.close(memory)
     assert [group._group.seen for group in groups] == [[b"0", b"1"]] * 2
+    assert os.environ["NCCL_SOCKET_IFNAME"] == used

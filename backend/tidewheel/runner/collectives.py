@@ -123,6 +123,7 @@ class NcclCollectives:
 
     def __init__(self, memory: int, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Wait for all ranks, which meet in an empty file. `timeout_s`: of this, and of each operation."""
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else other machines can reach the sockets of its start
         timeout, self._num_ranks = timedelta(seconds=timeout_s), num_ranks
         store = FileStore(f"/proc/self/fd/{os.dup(memory)}", num_ranks)  # NCCL may open it later too: it stays open
         store.set_timeout(timeout)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -148,12 +149,43 @@ def test_a_load_or_loop_that_waits_for_a_dead_rank_is_ended(
     assert exits == codes
 
 
+@pytest.mark.parametrize(
+    ("interval_s", "used_s", "is_armed", "is_killed"),
+    [
+        (0.02, 0.0, True, True),
+        (0.02, 0.001, True, False),  # it computes: its processor time moves on
+        (0.02, 0.0, False, False),
+        (2 * rank_process.GAP_S, 0.0, True, False),  # these are waits of their own
+    ],
+)
+def test_a_rank_kills_an_engine_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float, used_s: float, is_armed: bool, is_killed: bool
+) -> None:
+    clock, kill = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(rank_process, "time", clock)
+    monkeypatch.setattr(os, "kill", kill)
+    watch = rank_process.LeaderWatch()
+    watch.is_armed = is_armed
+    for look in range(1000, 1000 + int(rank_process.LEADER_HANG_S / 0.02) + 2):
+        kill.assert_not_called()
+        clock.monotonic.return_value, clock.clock_gettime.return_value = look * interval_s, look * used_s
+        assert watch() == ""
+    monkeypatch.undo()
+    assert kill.mock_calls == [mock.call(os.getppid(), signal.SIGKILL)] * is_killed
+
+
+def test_the_processor_time_of_another_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    watch = rank_process.LeaderWatch()
+    assert 0.0 < time.process_time() <= time.clock_gettime(watch._clock) <= time.process_time()
+
+
 def test_collections_of_a_rank_skip_what_loading_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = mock.Mock()
     for owner, name in ((rank_process, "join_group"), (rank_process, "follow"), (gc, "freeze")):
         monkeypatch.setattr(owner, name, getattr(calls, name))
     monkeypatch.setattr(rank_process.ModelRunner, "load", calls.load)
-    start = rank_group.RankStart(1, config_of(model).to_settings(), 0, 0)
+    start = rank_group.RankStart(1, config_of(model).to_settings(), 0, 0, ends_engine=False)
     assert rank_process.run(start, mock.Mock()) == ""
     assert [call[0] for call in calls.mock_calls] == ["join_group", "load", "freeze", "follow"]
 
@@ -191,10 +223,10 @@ def test_a_start_that_fails_leaves_no_process(
     monkeypatch.setattr(device, "num_cores", lambda: 4)
     original = getattr(rank_group.RankProcess, name)
 
-    def failing(process: rank_group.RankProcess, rank: int = 2, *others: object) -> None:
+    def failing(process: rank_group.RankProcess, rank: int = 2, *others: object, **options: bool) -> None:
         if rank == 2:
             raise error
-        original(process, rank, *others)
+        original(process, rank, *others, **options)
 
     monkeypatch.setattr(rank_group.RankProcess, name, failing)
     with pytest.raises(raised):
@@ -231,7 +263,7 @@ def test_an_interrupted_step_ends_the_group(model: Path, monkeypatch: pytest.Mon
     """The other ranks are inside the step: what they do next would not be what rank 0 does."""
     with LLM(model, skip_tokenizer_init=True, **IN_PROCESS) as llm:
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(model_runner, "sample_tokens", mock.Mock(side_effect=KeyboardInterrupt))
+            patched.setattr(model_runner, "sample_part", mock.Mock(side_effect=KeyboardInterrupt))
             llm.generate(THREE, use_tqdm=False)
         with pytest.raises(InternalError, match=r"rank 1 ended with signal 9|another did not answer"):
             llm.generate(THREE, use_tqdm=False)

@@ -58,10 +58,7 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
-    """Load the model. Imports torch here, because that takes seconds.
-
-    `progress`: of an engine's process, which ends with any of its ranks; None in another program.
-    """
+    """Load the model. Imports torch here, because that takes seconds."""
     if config.kind != "text":
         if progress is not None:
             progress("load", 0.0)

@@ -50,19 +50,22 @@ class RankStart(msgspec.Struct):
     settings: dict[str, Any]
     memory: int  # descriptor, as is the next
     socket: int
+    ends_engine: bool  # if rank 0 hangs
 
 
 class RankProcess:
     """Process of a rank, and the reason of its end."""
 
-    def __init__(self, rank: int, config: EngineConfig, memory: int, ended: threading.Event) -> None:
+    def __init__(
+        self, rank: int, config: EngineConfig, memory: int, ended: threading.Event, *, is_engine: bool
+    ) -> None:
         """Start the process, and set `ended` at its end. Raise OSError."""
         self.rank, self.failure, self._ended = rank, "", ended
         self._joining = threading.Event()
         self._connection, other = socket.socketpair()
         limit = struct.pack("ll", *divmod(int(1e6 * hang_limit_s(config)), 10**6))  # a C timeval
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        start = RankStart(rank, config.to_settings(), memory, other.fileno())
+        start = RankStart(rank, config.to_settings(), memory, other.fileno(), is_engine)
         command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
         started: Future[Child] = Future()
         threading.Thread(
@@ -114,24 +117,21 @@ class RankGroup:
     """Processes of ranks 1 and up."""
 
     def __init__(self, config: EngineConfig, memory: int, *, is_engine: bool) -> None:
-        """Start them, and wait until they are about to join the group. Raise `ConfigError`.
-
-        `is_engine`: this process only serves requests, and ends when a rank ends.
-        """
+        """Start them, and wait until they are about to join the group. Raise `ConfigError`."""
         self._ended, self._closing = threading.Event(), threading.Event()
         self._processes: list[RankProcess] = []
         try:
-            self._start(config, memory)
+            self._start(config, memory, is_engine=is_engine)
         except BaseException:
             self.close()
             raise
         if is_engine:
             threading.Thread(target=self._end_engine, name="ranks", daemon=True).start()
 
-    def _start(self, config: EngineConfig, memory: int) -> None:
+    def _start(self, config: EngineConfig, memory: int, *, is_engine: bool) -> None:
         for rank in range(1, config.tensor_parallel_size):
             try:
-                self._processes.append(RankProcess(rank, config, memory, self._ended))
+                self._processes.append(RankProcess(rank, config, memory, self._ended, is_engine=is_engine))
             except OSError as error:
                 raise ConfigError(f"the process of rank {rank} cannot be started: {error}") from error
         for process in self._processes:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from functools import partial
 
 import msgspec
@@ -19,10 +20,36 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.shard import Shard
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.rank_group import JOINS, RankStart, follow, join_group, receive
+from tidewheel.runner.rank_group import HANG_S, JOINS, RankStart, follow, join_group, receive
 from tidewheel_process.current_process import end_with_parent
 
 log = logging.getLogger(__name__)
+
+LEADER_HANG_S = HANG_S + 0.15  # rank 0 may itself wait for a rank that hangs, and tells its clients
+USED_S = 0.02  # processor time of a process that computes
+GAP_S = 0.5  # between two calls of `LeaderWatch`, at least: between two waits
+
+
+class LeaderWatch:
+    """Killer of an engine that hangs: its process uses no processor time while this rank waits for it."""
+
+    is_armed = False  # a load may wait for a disk
+
+    def __init__(self) -> None:
+        self._leader = os.getppid()  # with which this process ends
+        self._clock = ~self._leader << 3 | 2  # of the process's processor time, see clock_getcpuclockid(3)
+        self._called_at = self._since = self._used_s = 0.0
+
+    def __call__(self) -> str:
+        """Look at the engine. Call it again and again in a wait."""
+        now, used_s = time.monotonic(), time.clock_gettime(self._clock)
+        if now - self._called_at > GAP_S or used_s - self._used_s > USED_S:
+            self._since, self._used_s = now, used_s
+        self._called_at = now
+        if self.is_armed and now - self._since > LEADER_HANG_S:
+            log.error("engine died: rank 0 hangs in a step")
+            os.kill(self._leader, signal.SIGKILL)
+        return ""
 
 
 def run(start: RankStart, connection: socket.socket) -> str:
@@ -30,8 +57,10 @@ def run(start: RankStart, connection: socket.socket) -> str:
     try:
         connection.sendall(JOINS)
         config, rank = EngineConfig.from_settings(start.settings), start.rank
-        shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, start.memory))
+        watch = LeaderWatch()
+        shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, start.memory, watch))
         runner = ModelRunner.load(config, shard=shard)
+        watch.is_armed = start.ends_engine
         gc.collect()
         gc.freeze()  # a collection of what loading made takes 0.1 s, for which all ranks would wait
         follow(runner, partial(receive, connection.makefile("rb")))

@@ -38,14 +38,14 @@ class PlantedRunner:
     """A runner whose sampler fails in the rows of prompts that ask for it."""
 
     def __init__(self, runner: LoadedRunner) -> None:
-        from tidewheel.runner import model_runner
+        from tidewheel.runner import sampler
 
         self._runner = runner
         self.info = runner.info
         self._faults: dict[int, tuple[Fault, int]] = {}  # by row
         self._num_sampled: Counter[int] = Counter()
-        self._sample = model_runner.sample_tokens
-        vars(model_runner)["sample_tokens"] = self._sample_tokens
+        self._sample = sampler.sample_tokens
+        vars(sampler)["sample_tokens"] = self._sample_tokens
 
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
         for new in batch.new_rows:

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 
-class Collectives(Protocol):
-    """Operations that all ranks of a group call in the same order."""
+class Collectives:
+    """Operations that all ranks of a group call in the same order; here, of a group of one rank."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace `x` by its sum over all ranks."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, [num_ranks, *x.shape]."""
+        return x.unsqueeze(0)
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Replace `x` by that of rank 0."""
 
-
-class SoleRank:
-    """Collectives of a group of one rank."""
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        pass
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unsqueeze(0)
-
-    def broadcast(self, x: torch.Tensor) -> None:
-        pass
+    def limit(self, timeout_s: float) -> None:
+        """Set how long an operation waits for other ranks."""
 
 
 class TensorPart(NamedTuple):
@@ -47,7 +38,7 @@ class Shard(NamedTuple):
 
     rank: int = 0
     num_ranks: int = 1
-    collectives: Collectives = SoleRank()
+    collectives: Collectives = Collectives()
 
     def count(self, total: int) -> int:
         """Return this rank's number of heads or features; several ranks hold the same one if there are too few."""

@@ -17,6 +17,8 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
+from tidewheel.models.shard import Collectives
+
 PIECE = 1 << 20  # bytes of a rank that one exchange takes
 SPIN_S = 30e-6  # longest wait without sleep: to be woken takes 15 us
 SLICE_S = 0.02  # sleep between two looks at whether a rank is lost
@@ -46,7 +48,7 @@ def _split(x: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch.split(x, PIECE // x.itemsize, dim=-1)
 
 
-class MemoryCollectives:
+class MemoryCollectives(Collectives):
     """Group of ranks that exchange pieces of tensors in shared memory.
 
     For each piece, a rank writes its slot, posts to every other rank, and waits for their posts. Slots come in two
@@ -118,7 +120,7 @@ class MemoryCollectives:
                 raise RankLost(reason or f"rank {rank} did not answer for {self._limit_s:g} s")
 
 
-class NcclCollectives:
+class NcclCollectives(Collectives):
     """Group of processes, each on a GPU. Operations raise `RuntimeError` if a rank is gone."""
 
     def __init__(self, memory: int, rank: int, num_ranks: int, timeout_s: float) -> None:
@@ -132,7 +134,6 @@ class NcclCollectives:
         self._group: Any = distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
 
     def limit(self, timeout_s: float) -> None:
-        """Set how long an operation waits for other ranks."""
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def all_reduce(self, x: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from tidewheel.batch import RowError, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import Progress
-from tidewheel.models.shard import Shard
+from tidewheel.models.shard import Collectives, Shard
 from tidewheel.runner.collectives import MemoryCollectives, NcclCollectives, RankLost, create_memory
 from tidewheel.runner.device import check_ranks_fit, num_cores, uses_gpus
 from tidewheel.runner.model_runner import ModelRunner
@@ -274,9 +274,7 @@ def hang_limit_s(config: EngineConfig) -> float:
     return GPU_HANG_S if uses_gpus(config) else HANG_S
 
 
-def join_group(
-    config: EngineConfig, rank: int, memory: int, lost: Callable[[], str] = lambda: ""
-) -> MemoryCollectives | NcclCollectives:
+def join_group(config: EngineConfig, rank: int, memory: int, lost: Callable[[], str] = lambda: "") -> Collectives:
     """Take the rank's device, and join the other ranks there. `lost` says why one has ended."""
     num_ranks, limit_s = config.tensor_parallel_size, config.engine_start_timeout_s
     if uses_gpus(config):

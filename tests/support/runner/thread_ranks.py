@@ -12,7 +12,7 @@ import torch
 
 from support.runner.step_loop import poison
 from tidewheel.config import EngineConfig
-from tidewheel.models.shard import Shard
+from tidewheel.models.shard import Collectives, Shard
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.rank_group import LeaderRunner, follow
 
@@ -48,7 +48,7 @@ for name in ("all_reduce", "all_gather", "broadcast"):
     _library.impl(name, lambda x, group, name=name: getattr(_groups[group], f"run_{name}")(x), "CPU")
 
 
-class ThreadCollectives:
+class ThreadCollectives(Collectives):
     def __init__(self, exchange: MemoryExchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
         self.calls: list[Call] = []

@@ -36,7 +36,7 @@ def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Ten
     if not params.any_sampled:
         return greedy_tokens_cpu(logits).token_ids
     values = logits.float()
-    if not params.any_filtered:
+    if not (params.any_top_k or params.any_top_p):  # min_p needs no order, and a search costs more than a draw
         return _drawn_from_rows(values, params, uniform)
     token_ids = draw_candidates(candidates_of(values, params), params, uniform, values.shape[-1])
     rest = (token_ids == UNSETTLED).nonzero().squeeze(-1)
@@ -97,9 +97,8 @@ def draw_candidates(
         kept = weights.where(ordered >= threshold, 0.0)
         is_known = ~is_cut | (threshold > ordered[:, -1:]) | has_all
         total = totals.where(~is_cut, kept.sum(dim=-1, keepdim=True))
-        low, high = (
-            top_p_threshold(ordered, kept, params.top_p, total * factor) for factor in (1 + slack, 1 - slack)
-        )
+        low = top_p_threshold(ordered, kept, params.top_p, total * (1 + slack))
+        high = top_p_threshold(ordered, kept, params.top_p, total * (1 - slack)) if slack else low
         settled = (params.top_p >= 1).unsqueeze(-1) | is_known & (low == high) & total.isfinite()
         threshold = threshold.maximum(low)
     kept = min_p_filtered(weights.where(ordered >= threshold, 0.0), params)

@@ -21,10 +21,6 @@ class SamplingTensors:
     any_top_p: bool
     any_min_p: bool
 
-    @property
-    def any_filtered(self) -> bool:
-        return self.any_top_k or self.any_top_p or self.any_min_p
-
     def of_rows(self, rows: torch.Tensor) -> SamplingTensors:
         return replace(
             self,

@@ -21,15 +21,18 @@ from common.study import Study, show
 from support.faults.ranked_engine import ORDERS, ranked_engine
 
 LIMIT_S = 2.0
+KINDS = sorted({order.kind for order in ORDERS})
 
 
 def main() -> None:
     study = Study("rank_faults", __doc__, "torch")
     study.add_argument("--rounds", type=int, default=20)
+    study.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of faults (default: all)")
     study.add_argument("--minutes", type=float, default=float("inf"), help="until the last fault")
     options = study.begin()
     delays, num_faults = defaultdict[str, list[float]](list), 0
-    shuffled = (random.Random(number).sample(ORDERS, len(ORDERS)) for number in range(options.rounds))
+    chosen = [order for order in ORDERS if order.kind in options.kinds]
+    shuffled = (random.Random(number).sample(chosen, len(chosen)) for number in range(options.rounds))
     orders = [order for each in shuffled for order in each]
     end = time.monotonic() + 60 * options.minutes
     engine_dir, folder = Path(tempfile.mkdtemp(prefix="tw-")), Path(tempfile.mkdtemp())
@@ -48,7 +51,7 @@ def main() -> None:
         for name, each in sorted(delays.items())
     ]
     show(rows)
-    study.save({"rounds": num_faults / len(ORDERS), "faults": num_faults, "limit_s": LIMIT_S, "told": rows})
+    study.save({"rounds": num_faults / len(chosen), "kinds": options.kinds, "faults": num_faults, "limit_s": LIMIT_S, "told": rows})
     if late := [row["fault"] for row in rows if row["longest_s"] > LIMIT_S]:
         raise SystemExit(f"told after more than {LIMIT_S:g} s: {late}")
 

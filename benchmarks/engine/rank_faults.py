@@ -51,7 +51,15 @@ def main() -> None:
         for name, each in sorted(delays.items())
     ]
     show(rows)
-    study.save({"rounds": num_faults / len(chosen), "kinds": options.kinds, "faults": num_faults, "limit_s": LIMIT_S, "told": rows})
+    study.save(
+        {
+            "rounds": num_faults / len(chosen),
+            "kinds": options.kinds,
+            "faults": num_faults,
+            "limit_s": LIMIT_S,
+            "told": rows,
+        }
+    )
     if late := [row["fault"] for row in rows if row["longest_s"] > LIMIT_S]:
         raise SystemExit(f"told after more than {LIMIT_S:g} s: {late}")
 

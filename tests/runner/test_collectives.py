@@ -71,6 +71,19 @@ def test_random_operations_of_ranks_that_are_late(memory: int, num_ranks: int) -
     on_all_ranks(memory, num_ranks, run)
 
 
+@pytest.mark.parametrize("num_ranks", [2])
+def test_operations_inside_and_outside_inference_mode_share_memory(memory: int, num_ranks: int) -> None:
+    def run(group: Collectives, rank: int) -> list[float]:
+        with torch.inference_mode():
+            for _ in range(2):
+                group.all_reduce(torch.ones(3))
+        x = torch.ones(3)
+        group.all_reduce(x)
+        return x.tolist()
+
+    assert on_all_ranks(memory, num_ranks, run) == [[2.0] * 3] * 2
+
+
 @pytest.mark.parametrize("num_ranks", [3])
 def test_a_rank_that_does_not_come_is_named(memory: int, num_ranks: int) -> None:
     def run(group: MemoryCollectives, rank: int) -> str:

@@ -15,7 +15,7 @@ drain_s = seconds("time in seconds", 0, 86_400)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = (
         "gRPC endpoint of a server, and its ports of metrics, readiness and HTTP (for /v2/models/…/generate); "
-        "several are balanced; with dns:, every address that the name has is a server, asked for again every 2 s "
+        "several are balanced; with dns:, every address that the name has is a server, asked for again every 2 s; "
         "those of the least cost are preferred while they have room (default of cost: 0; docs/openai.md) "
         f"(default: {DEFAULT_UPSTREAM})"
     )

@@ -19,7 +19,7 @@ from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import ModelPlan, plan_model
-from tidewheel.models.model_folder import cached_folder, read_config
+from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_config
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
 from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
@@ -113,7 +113,7 @@ class ModelJudge:
     def _open_source(self, folder: Path) -> None:
         if self._plan is not None:
             self._source = self._plan.open_source()
-        elif self._config.load_format != "dummy":
+        elif self._config.load_format != "dummy" and gguf_file_of(folder) is None:
             SafetensorsFolder(folder)
 
     def _try_tokenizer(self, folder: Path) -> None:

@@ -69,7 +69,7 @@ class MemoryCollectives(Collectives):
         self._num_ranks, self._views = (
             num_ranks,
             functools.lru_cache(256)(  # making them takes as long as a row's sum
-                lambda turn, dtype, count: list(slots[turn].view(dtype)[:, :count])
+                torch.inference_mode(False)(lambda turn, dtype, count: list(slots[turn].view(dtype)[:, :count]))
             ),
         )
 

@@ -28,25 +28,32 @@ IndexedChunks = Sequence[tuple[int, Chunk]]  # with the index of the prompt
 Logprobs = Sequence[Mapping[int, TokenLogprob]]  # by token
 
 
-class _Usage:
+class Usage:
     def __init__(self) -> None:
         self._prompts: dict[int, int] = {}  # by prompt
         self._cached: dict[int, int] = {}
-        self._completion = 0
+        self.num_output = 0
 
     def add(self, index: int, chunk: Chunk) -> None:
         self._prompts[index] = chunk.num_input_tokens or 0
-        self._completion += chunk.num_output_tokens or 0
+        self.num_output += chunk.num_output_tokens or 0
         if chunk.perf is not None and chunk.index == 0:  # the sequences share a prompt
             self._cached[index] = chunk.perf.num_cached_tokens
 
+    @property
+    def num_prompt(self) -> int:
+        return sum(self._prompts.values())
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self._cached.values())
+
     def as_json(self) -> Json:
-        prompt = sum(self._prompts.values())
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._completion,
-            "total_tokens": prompt + self._completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": self.num_prompt + self.num_output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
 
 
@@ -76,6 +83,10 @@ class AnswerWriter:
     def end(self) -> bytes:
         return b""
 
+    def failed(self, error: bytes) -> bytes:
+        """Return the last event of a stream after an error, given as the body of an answer would be."""
+        return b"data: " + error + b"\n\n"
+
 
 class TextWriter(AnswerWriter):
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
@@ -87,8 +98,8 @@ class TextWriter(AnswerWriter):
         self._has_one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
         self._options = body.stream_options or StreamOptions()
         self._num_logprobs: int | None = request.params.get("logprobs")
-        self._reasoning: Reasoning = "off" if grammar_field(request.params) else reasoning
-        self._usage = _Usage()
+        self._reasoning = reasoning
+        self._usage = Usage()
         name, prefix = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
         self._head: Json = {
             "id": f"{prefix}-{request.request_id}",
@@ -133,8 +144,7 @@ class TextWriter(AnswerWriter):
         number = index * self._body.n + part.index
         is_first = number not in self._states
         if is_first:
-            tools, is_forced = self.request.tools, bool(self.request.schema_name)
-            self._states[number] = _ChoiceState(OutputParser(tools, self._reasoning, is_forced=is_forced))
+            self._states[number] = _ChoiceState(parser_of(self.request, self._reasoning))
         state = self._states[number]
         if part.prompt_logprobs is not None:
             self._prompt_logprobs[index] = part.prompt_logprobs
@@ -209,8 +219,19 @@ class TextWriter(AnswerWriter):
         }
 
 
+def parser_of(request: UpstreamRequest, reasoning: Reasoning) -> OutputParser:
+    """Return a parser of one sequence. An answer in a grammar has no thoughts."""
+    if grammar_field(request.params):
+        reasoning = "off"
+    return OutputParser(request.tools, reasoning, is_forced=bool(request.schema_name))
+
+
 def as_event(event: Json) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def as_typed_event(event: Json) -> bytes:
+    return f"event: {event['type']}\n".encode() + as_event(event)
 
 
 def _finish_reason(reason: str | None) -> Json:

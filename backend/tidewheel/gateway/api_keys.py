@@ -99,6 +99,11 @@ class Account:
         self._ledger = ledger
         self._record = record
 
+    @property
+    def tenant(self) -> str:
+        """Tenant that the key decides; empty without a key."""
+        return "" if self.key is None else self.key.tenant or self.key.name
+
     def label(self, request: UpstreamRequest) -> UpstreamRequest:
         """Set the request's tenant and limit its class by the key. Raise `InvalidRequest`."""
         if self.key is None:
@@ -109,7 +114,7 @@ class Account:
         if asked not in _CLASSES:
             raise InvalidRequest(f"priority is {asked[:80]}: it must be 0 (default) to 4 (lowest)")
         priority = max(_CLASSES[asked], self.key.max_priority)
-        request.params |= {"tenant": self.key.tenant or self.key.name, "priority": priority}
+        request.params |= {"tenant": self.tenant, "priority": priority}
         return request
 
     @contextlib.contextmanager

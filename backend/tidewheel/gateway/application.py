@@ -20,7 +20,9 @@ from tidewheel.gateway import (
     encoders,
     errors,
     images,
+    messages,
     playground_pages,
+    responses,
     transcriptions,
     triton_proxy,
 )
@@ -40,7 +42,6 @@ _LARGE = 1 << 16  # bytes of work that delay streams
 _REFRESH_S = 1.0  # of keys, and of figures for other workers
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _OPEN_PATHS = ("/", "/health")
-_PROXIED = "/v2/"
 _FRONT_PAGE = """\
 Tidewheel's gateway. OpenAI's API is at /v1 (GET /v1/models lists models), readiness at /health, figures at /metrics.
 The playground, a page to try models, is off: start the gateway with --playground.
@@ -80,15 +81,20 @@ class Gateway:
         self._counts = self._worker.before()
         self._started = int(time.time())
         self._large = asyncio.Lock()
+        # Connections go to any worker, so several store none.
+        self._responses = responses.ResponseStore(*([0] if self._worker.num_workers > 1 else []))
 
     def application(self) -> web.Application:
         text = partial(answers.TextWriter, reasoning=self._options.reasoning)
+        message = partial(messages.MessageWriter, reasoning=self._options.reasoning)
         read_stream, read_speech = partial(triton_proxy.read, stream=True), transcriptions.read_speech
         speech = partial(_Endpoint, writer=transcriptions.TranscriptWriter, is_form=True)
         proxied = partial(_Endpoint, writer=AnswerWriter, tasks=("generate", "draw"), attempt=ProxyAttempt)
         endpoints = {
             "/v1/chat/completions": _Endpoint(bodies.read_chat, text),
             "/v1/completions": _Endpoint(bodies.read_completion, text),
+            "/v1/messages": _Endpoint(messages.read_messages, message),
+            "/v1/messages/count_tokens": _Endpoint(messages.read_count, messages.CountWriter),
             "/v1/embeddings": _Endpoint(bodies.read_embeddings, answers.EmbeddingWriter, ("generate", "embed")),
             "/v1/rerank": _Endpoint(encoders.read_rerank, encoders.PairWriter, ("rerank",)),
             "/v1/score": _Endpoint(encoders.read_score, encoders.PairWriter, ("rerank",)),
@@ -108,6 +114,9 @@ class Gateway:
             [
                 *(web.post(path, partial(self._serve, endpoint)) for path, endpoint in endpoints.items()),
                 *(playground_pages.routes() if self._options.playground else [web.get("/", _front_page)]),
+                web.post("/v1/responses", self._respond),
+                web.get("/v1/responses/{id}", self._stored_response),
+                web.delete("/v1/responses/{id}", self._stored_response),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._list_models),
@@ -137,13 +146,27 @@ class Gateway:
                 chunks = [(index, chunk) async for index, response in responses for chunk in response]
             return web.Response(body=writer.whole(chunks), headers=headers | {"Content-Type": writer.content_type})
 
+    async def _respond(self, http: web.Request) -> web.StreamResponse:
+        turn = responses.ResponseTurn(self._responses, http["account"].tenant)
+        writer = partial(responses.ResponseWriter, turn=turn, reasoning=self._options.reasoning)
+        return await self._serve(_Endpoint(turn.read, writer), http)
+
+    async def _stored_response(self, http: web.Request) -> web.Response:
+        is_delete, response_id = http.method == "DELETE", http.match_info["id"]
+        take = self._responses.remove if is_delete else self._responses.get
+        stored = take(http["account"].tenant, response_id)
+        if stored is None:
+            raise errors.UnknownUrl(f"{response_id[:80]!r} {responses.MISSING}")
+        deleted = {"id": response_id, "object": "response", "deleted": True}
+        return _json_response(msgspec.json.encode(deleted) if is_delete else stored.answer)
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._counts[series(metrics.GATEWAY_OPEN)] += 1
         is_page = self._options.playground and playground_pages.is_playground(request.path)
         try:
             if request.path not in self._open_paths and not is_page:
-                request["account"] = self._keys.account(request.headers.get("Authorization", ""))
+                request["account"] = self._keys.account(_authorization(request))
             if self._upstreams.not_ready:
                 await self._upstreams.look_again()
             response = await handler(request)
@@ -201,7 +224,7 @@ class Gateway:
                 raise
             body = self._refuse(http, error).body
             assert isinstance(body, bytes)
-            last = b"data: " + body + b"\n\n"
+            last = writer.failed(body)
         await answer.prepare(http)  # once
         await answer.write_eof(last)
         return answer
@@ -219,6 +242,7 @@ class Gateway:
             await asyncio.sleep(_REFRESH_S)
             self._keys.refresh()
             self.publish()
+            self._responses.expire(time.monotonic())
             if num_new := self._counts[WRONG_KEYS] - num_before:  # one line for all
                 logger.warning("[%s] %d requests without a known API key", WrongKey.tag, num_new)
 
@@ -288,8 +312,13 @@ def _parse(http: web.Request, body: bytes | bodies.Fields) -> bodies.Fields:
     return fields
 
 
+def _authorization(http: web.Request) -> str:
+    key = http.headers.get("x-api-key")  # as Anthropic's clients send it
+    return http.headers.get("Authorization", f"Bearer {key}" if key else "")
+
+
 def _request_id(http: web.Request, request: UpstreamRequest) -> str:
-    if http.path.startswith(_PROXIED):
+    if http.path.startswith(errors.PROXIED):
         return ""
     given = request.request_id or http.headers.get("X-Request-Id", "")
     if len(given) > bodies.MAX_REQUEST_ID_CHARS or not given.isprintable():
@@ -303,10 +332,7 @@ def _traceparent(http: web.Request) -> str:
 
 
 def _error_response(http: web.Request, error: RequestError) -> web.Response:
-    if http.path.startswith(_PROXIED):
-        body = msgspec.json.encode({"error": str(error)})
-    else:
-        body = errors.openai_body(error, http.get("fields", ()), http.get("schema_name", ""))
+    body = errors.body_of(http.path, error, http.get("fields", ()), http.get("schema_name", ""))
     return _json_response(body, status=errors.meaning_of(error).status, headers=errors.headers_of(error))
 
 

@@ -11,6 +11,8 @@ from aiohttp import web
 
 from tidewheel_client import errors
 
+PROXIED = "/v2/"
+ANTHROPIC = "/v1/messages"
 _RETRY_AFTER_MS = 1000  # if the server names no time
 
 
@@ -32,6 +34,10 @@ class UnknownUrl(errors.NotFound):
     pass
 
 
+class PreviousResponseMissing(errors.InvalidRequest):
+    pass
+
+
 class Meaning(NamedTuple):
     status: int
     type: str
@@ -47,6 +53,7 @@ _MEANINGS: dict[type[errors.RequestError], Meaning] = {
     errors.WrongKey: Meaning(401, "authentication_error", "invalid_api_key"),
     errors.NotFound: Meaning(404, _INVALID, "model_not_found"),
     UnknownUrl: Meaning(404, _INVALID, "unknown_url"),
+    PreviousResponseMissing: Meaning(400, _INVALID, "previous_response_not_found"),
     MethodNotAllowed: Meaning(405, _INVALID, "method_not_allowed"),
     BodyTooLarge: Meaning(413, _INVALID, "body_too_large"),
     errors.Busy: Meaning(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -64,8 +71,13 @@ _NAMES = {
     "audio_file": ("file",),
     "qos_class": ("priority",),
     "logprobs": ("top_logprobs",),
-    "max_tokens": ("max_tokens", "max_completion_tokens"),
+    "max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    "messages": ("messages", "input"),
+    "stop": ("stop", "stop_sequences"),
 }
+# Anthropic's types by status.
+_ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ANTHROPIC_TYPES |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 _FORCED = "structured_outputs.json"  # of the backend
 _BUG = Meaning(500, _SERVER, "internal_error")
 
@@ -86,21 +98,33 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
     return headers
 
 
-def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the error as JSON. `param` is the first word of the message, if it is one of `fields`.
+def body_of(path: str, error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
+    """Return the error as JSON, in the shape of the path's API: Triton's, Anthropic's or OpenAI's.
 
-    For a forced call, `schema_name` stands for the schema that the gateway made.
+    `param` is the first word of the message, if it is one of `fields`. For a forced call, `schema_name` stands for
+    the schema that the gateway made.
     """
+    if path.startswith(PROXIED):
+        return msgspec.json.encode({"error": str(error)})
     meaning = meaning_of(error)
+    message, param = _named(error, fields, schema_name)
+    tag = {"tag": error.tag} if error.tag else {}
+    if path.startswith(ANTHROPIC):
+        kind = _ANTHROPIC_TYPES.get(meaning.status, _INVALID if meaning.status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message, **tag}})
+    body = {"message": message, "type": meaning.type, "param": param, "code": meaning.code, **tag}
+    return msgspec.json.encode({"error": body})
+
+
+def _named(error: errors.RequestError, fields: Container[str], schema_name: str) -> tuple[str, str | None]:
+    """Return the message with the client's name of the field that it begins with, and that field."""
     first = error.message.split(" ", 1)[0].rstrip(":")
     named = next((name for name in _NAMES.get(first, ()) if name in fields), first)
     if first == _FORCED and schema_name:
         named = schema_name
     name = named.split(":", 1)[0]
     is_known = isinstance(error, FieldMissing) or name.split(".", 1)[0].split("[", 1)[0] in fields
-    message = named + error.message.removeprefix(first)
-    body = {"message": message, "type": meaning.type, "param": name if is_known else None, "code": meaning.code}
-    return msgspec.json.encode({"error": body | ({"tag": error.tag} if error.tag else {})})
+    return named + error.message.removeprefix(first), name if is_known else None
 
 
 def from_aiohttp(request: web.Request, error: web.HTTPException) -> errors.RequestError:

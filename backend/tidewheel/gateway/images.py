@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, as_event
+from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, as_typed_event
 from tidewheel.gateway.bodies import Fields, OpenAIBody, Prompt, RefusedFields, UpstreamRequest, read_fields
 from tidewheel.gateway.upstreams import Attempt
 from tidewheel_client import Ask, Chunk, Picture
@@ -75,7 +75,7 @@ class PictureWriter(AnswerWriter):
             kind, more = "image_generation.partial_image", Json(partial_image_index=self._num_previews)
             self._num_previews += 1
         event = {"type": kind, "created_at": self._created, **_content(picture), **more, **self._format}
-        return f"event: {kind}\n".encode() + as_event(event)
+        return as_typed_event(event)
 
 
 def _content(picture: Picture) -> Json:

@@ -1,4 +1,4 @@
-"""Whatever a body holds, its client gets an answer of OpenAI's shape, and no error of the gateway."""
+"""Whatever a body holds, its client gets an answer of its API's shape, and no error of the gateway."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from hypothesis import strategies as st
 from support.gateway.running_gateway import RunningGateway, say
 from support.triton.grpc_triton import FakeTriton
 from tidewheel.gateway.bodies import ChatBody, CompletionBody
+from tidewheel.gateway.messages import MessagesBody
+from tidewheel.gateway.responses import ResponsesBody
 
 # Fields that a body of a path has: most of them are right.
 PATHS = {
     "chat/completions": ("messages",),
     "completions": ("prompt",),
     "embeddings": ("input",),
+    "messages": ("messages",),
+    "messages/count_tokens": ("messages",),
+    "responses": ("input",),
     "../tokenize": ("prompt", "messages"),
     "../detokenize": ("tokens",),
 }
 OTHERS = ("stop", "close_session", "input", "dimensions", "encoding_format", "tokens", "return_token_strs", "ü")
-FIELDS = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *OTHERS})
+BODIES = (ChatBody, CompletionBody, MessagesBody, ResponsesBody)
+FIELDS = sorted({*OTHERS, *(name for body in BODIES for name in body.__struct_fields__)})
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -60,7 +66,7 @@ def check(gateway: RunningGateway, path: str, body: Any) -> None:
 def test_any_fields(
     gateway: RunningGateway, triton: FakeTriton, body: dict[str, Any], path: str, is_second: bool
 ) -> None:
-    triton.answer = lambda asked: say(asked, embedding=("FP32", "f", [0.6, 0.8]))
+    triton.answer = lambda asked: say(asked, text_output='{"count": 1}', embedding=("FP32", "f", [0.6, 0.8]))
     own = PATHS[path][-1 if is_second else 0]
     others = {"prompt", "messages", "input", "tokens"} - {own}
     check(gateway, path, {name: value for name, value in body.items() if name not in others})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
 
 # Fields of chats that these APIs take beside their own.
-_SHARED = frozenset({"priority", "tenant", "session_id", "request_id", "chat_template_kwargs"})
+_SHARED = frozenset({"priority", "tenant", "session_id", "request_id"})
 _OTHERS = frozenset(ChatBody.__struct_fields__) - _SHARED
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
@@ -29,12 +29,10 @@ def read_own_fields(fields: Fields, kind: type[_B], refused: RefusedFields) -> t
     return read_fields(fields, kind, refused)
 
 
-def template_variables(params: Fields, *, thinks: bool | None, effort: str | None) -> Fields:
+def template_variables(given: Fields | None, *, thinks: bool | None, effort: str | None) -> Fields:
     """Return `chat_template_kwargs`; those of the request itself come first."""
-    given = params.get("chat_template_kwargs", {})
     asked = {"enable_thinking": thinks, "reasoning_effort": effort}
-    known = {name: value for name, value in asked.items() if value is not None}
-    return known | given if isinstance(given, dict) else given  # which `read_chat` refuses
+    return {name: value for name, value in asked.items() if value is not None} | (given or {})
 
 
 def text_parts(name: str, content: object) -> list[Json]:
@@ -60,17 +58,11 @@ def function_call(call_id: str, name: str, arguments: object) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str = ""
-    schema: dict[str, Any] = {}
-    description: str | None = None
-    strict: bool | None = None
-
-    def of_chat(self) -> Json:
-        """Return `response_format`."""
-        named = {"name": self.name, "schema": self.schema, "strict": self.strict}
-        return {"type": self.type} | ({"json_schema": named} if self.type == "json_schema" else {})
+def response_format(given: Json | None) -> Json:
+    """Return a chat's field for a format whose parts lie beside its type; None: text."""
+    given = given or {"type": "text"}
+    parts = {key: part for key, part in given.items() if key != "type"}
+    return {"type": given.get("type")} | ({"json_schema": {"name": "answer"} | parts} if parts else {})
 
 
 @dataclass(slots=True)
@@ -100,15 +92,8 @@ class BlockWriter(AnswerWriter):
         self._has_begun = False
         self.usage = Usage()
         self.blocks: list[Block] = []
-        self.finish_reason: str | None = None
-
-    @property
-    def has_calls(self) -> bool:
-        return any(block.kind == "call" for block in self.blocks)
-
-    @property
-    def is_cut(self) -> bool:
-        return self.finish_reason != "stop" or self._parser.was_cut
+        self.has_calls = False
+        self.is_cut = False
 
     def whole(self, chunks: IndexedChunks) -> bytes:
         for _, chunk in chunks:
@@ -132,11 +117,12 @@ class BlockWriter(AnswerWriter):
         output = self._parser.push(chunk.text)
         if chunk.finish_reason is not None:
             output += self._parser.end()
-            self.finish_reason = chunk.finish_reason
+            self.is_cut = chunk.finish_reason != "stop" or self._parser.was_cut
         events += self._add("thoughts", output.reasoning) + self._add("text", output.content)
         for call in output.calls:
             if self.has_calls and self._has_one_call:
                 break
+            self.has_calls = True
             events += self._open(Block("call", len(self.blocks), name=call.name, call_id=call.id))
             events += self._extend(call.arguments)
         if chunk.finish_reason is not None and self.blocks:

@@ -50,7 +50,7 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: str | None = None
-    format: blocks.OutputFormat = blocks.OutputFormat("text")
+    format: dict[str, Any] | None = None
 
 
 class CountBody(Body, frozen=True, kw_only=True):
@@ -61,6 +61,7 @@ class CountBody(Body, frozen=True, kw_only=True):
     thinking: Thinking | None = None  # None: as the chat template has it
     output_config: OutputConfig = OutputConfig()
     cache_control: dict[str, Any] | None = None  # prefixes are cached anyway
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
@@ -74,31 +75,30 @@ def read_messages(fields: Fields) -> UpstreamRequest:
     body, params = blocks.read_own_fields(fields, MessagesBody, _REFUSED)
     if body.messages and body.messages[-1].role == "assistant":
         raise InvalidRequest("messages end with an assistant's: a begun answer is not continued; end with a user's")
-    params |= _conversation(body, params)
+    params |= _conversation(body)
     params |= {"max_tokens": body.max_tokens, "stream": body.stream, "tool_choice": _tool_choice(body.tool_choice)}
+    params["response_format"] = blocks.response_format(body.output_config.format)
     params["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     if body.stop_sequences:
         params["stop"] = body.stop_sequences
         # To see which one ended the answer. With tools, an end token would come too.
         params["include_stop_str_in_output"] = not body.tools
-    if body.output_config.format.type != "text":
-        params["response_format"] = body.output_config.format.of_chat()
     return read_chat(params)
 
 
 def read_count(fields: Fields) -> UpstreamRequest:
     body, params = blocks.read_own_fields(fields, CountBody, _REFUSED)
-    return read_tokenize(params | _conversation(body, params))
+    return read_tokenize(params | _conversation(body))
 
 
-def _conversation(body: CountBody, params: Fields) -> Fields:
+def _conversation(body: CountBody) -> Fields:
     system = blocks.text_parts("system", body.system) if body.system else []
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(body.messages):
         messages += _messages(f"messages[{index}].content", message)
     tools = [_tool(tool) for tool in body.tools]
     thinks = None if body.thinking is None else body.thinking.type != "disabled"
-    variables = blocks.template_variables(params, thinks=thinks, effort=body.output_config.effort)
+    variables = blocks.template_variables(body.chat_template_kwargs, thinks=thinks, effort=body.output_config.effort)
     return {"model": body.model, "messages": messages, "tools": tools, "chat_template_kwargs": variables}
 
 

@@ -36,17 +36,13 @@ _REFUSED: RefusedFields = {
     "max_tokens": ("send max_output_tokens", ()),
     "service_tier": ("there are no tiers: send priority, 1 to 4", ("auto", "default", "flex")),
 }
-_ECHOED: Json = {
-    **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user")),
-    "metadata": {},
+_NAMES = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "temperature", "text")
+# Fields of a request that its response repeats, with what stands for those that were left out.
+_ECHOED = dict.fromkeys((*_NAMES, "top_p", "user")) | {
     "parallel_tool_calls": True,
-    "reasoning": {},
-    "store": True,
-    "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
-    "truncation": "disabled",
-}  # fields of requests, with their defaults
+}
 _FORMS = {  # prefix of the item's id, name of its events, and of its text
     "thoughts": ("rs", "response.reasoning_text", "text"),
     "text": ("msg", "response.output_text", "text"),
@@ -60,7 +56,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: blocks.OutputFormat = blocks.OutputFormat("text")
+    format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -76,6 +72,7 @@ class ResponsesBody(OpenAIBody, frozen=True, kw_only=True):
     max_output_tokens: int | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     text: TextOptions = TextOptions()
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class StoredResponse(NamedTuple):
@@ -146,9 +143,9 @@ class ResponseTurn:
         if body.max_output_tokens is not None:
             params["max_tokens"] = body.max_output_tokens
         thinks = None if effort is None else effort != "none"
-        params["chat_template_kwargs"] = blocks.template_variables(params, thinks=thinks, effort=effort)
-        if body.text.format.type != "text":
-            params["response_format"] = body.text.format.of_chat()
+        variables = blocks.template_variables(body.chat_template_kwargs, thinks=thinks, effort=effort)
+        params["chat_template_kwargs"] = variables
+        params["response_format"] = blocks.response_format(body.text.format)
         self.is_stored &= body.store is not False
         request = read_chat(params)
         self._session_id = request.params.get("session_id", self.id)
@@ -189,15 +186,12 @@ class ResponseTurn:
             self._messages.append(last := {"role": "assistant", "content": ""})
         last[key] = last.get(key, []) + part if key == "tool_calls" else part
 
-    def keep(self, said: Sequence[blocks.Block], answer: Json) -> None:
+    def keep(self, answer: Json) -> None:
         """Store the response, unless the request forbids that."""
         if not self.is_stored:
             return
-        for block in said:
-            if block.kind == "call":
-                self._say("tool_calls", [blocks.function_call(block.call_id, block.name, block.text)])
-            else:
-                self._say("content" if block.kind == "text" else "reasoning_content", block.text)
+        for index, item in enumerate(answer["output"]):
+            self._add(f"output[{index}]", item)
         messages, expires_at = msgspec.json.encode(self._messages), time.monotonic() + STORED_S
         stored = StoredResponse(messages, msgspec.json.encode(answer), self._session_id, expires_at)
         self._store.put(self._owner, self.id, stored)
@@ -258,8 +252,8 @@ class ResponseWriter(blocks.BlockWriter):
         return [{"type": f"response.{answer['status']}", "response": answer}]
 
     def answer(self) -> Json:
-        answer = self._response("completed" if self.finish_reason == "stop" else "incomplete")
-        self._turn.keep(self.blocks, answer)
+        answer = self._response("incomplete" if self.is_cut else "completed")
+        self._turn.keep(answer)
         return answer
 
     def _event(self, block: blocks.Block, kind: str, **fields: Any) -> Json:

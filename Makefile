@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors test-sanitized faults \
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-clients test-extra test-long test-processors test-sanitized faults \
 	defects marathon soak fuzz lint docs lines aot bench bench-gpu gpu-folder chat-model test-chat-model clean
 
 venv: $(STAMP)
@@ -132,6 +132,26 @@ soak: MARATHON_ARGS += --faults none --load 0.8
 marathon soak: venv
 	PYTHONPATH=tests $(BIN)/python -m support.marathon.run --name $@ --minutes $(MINUTES) $(if $(RATE),--rate $(RATE)) \
 		$(if $(RECORD),--record) $(MARATHON_ARGS)
+
+# Other makers' clients at the gateway, each in an environment of its own below build/clients; the last two are npm's.
+CLIENTS ?= openai anthropic langchain pydantic-ai claude-code codex
+PACKAGES_openai := 'openai>=3.57'
+PACKAGES_anthropic := 'anthropic>=2.14'
+PACKAGES_langchain := 'langchain-openai>=1.7' 'langchain-anthropic>=1.7'
+PACKAGES_pydantic-ai := 'pydantic-ai-slim[openai,anthropic]>=2.68'
+PACKAGES_claude-code := @anthropic-ai/claude-code
+PACKAGES_codex := @openai/codex
+test-clients: venv $(CLIENTS:%=build/clients/%/.installed)
+	$(BIN)/pytest -q -m e2e tests/clients
+
+build/clients/claude-code/.installed build/clients/codex/.installed: build/clients/%/.installed:
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) $(PACKAGES_$*)
+	touch $@
+
+build/clients/%/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(PACKAGES_$*)
+	touch $@
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests

@@ -22,6 +22,7 @@ import requests
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from support.gateway.running_gateway import gateway_to
 from support.triton.serving import (
     WEIGHTS,
     Server,
@@ -394,3 +395,65 @@ def is_ok(url: str) -> bool:
         return requests.get(url, timeout=60).ok
     except requests.ConnectionError:
         return False
+
+
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_responses(server: Server, client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="demo", messages=CHAT, max_tokens=20, temperature=0)
+    options: dict[str, Any] = {"model": "demo", "temperature": 0}
+    # A gateway without workers, which stores responses.
+    with gateway_to(int(server.grpc.rpartition(":")[2])) as gateway:
+        alone = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        first = alone.responses.create(input="What is a tuple?", max_output_tokens=20, **options)
+        assert first.output_text == chat.choices[0].message.content
+        options |= {"tools": [TOOL], "max_output_tokens": 60}
+        called = alone.responses.create(
+            input="Rome?", tool_choice="required", previous_response_id=first.id, **options
+        )
+        (call,) = called.output
+        assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+        output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "20 degrees"}]
+        *_, last = alone.responses.create(input=output, previous_response_id=called.id, stream=True, **options)
+        assert last.type in ("response.completed", "response.incomplete")
+        assert last.response.usage.input_tokens > called.usage.input_tokens
+        assert last.response.usage.input_tokens_details.cached_tokens > 0
+        alone.close()
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].type is 'web_search': only functions are offered"):
+        client.responses.create(model="demo", input="x", tools=[{"type": "web_search"}])
+    with pytest.raises(openai.BadRequestError, match="there are several workers"):
+        client.responses.create(model="demo", input="x", previous_response_id="resp_x")
+
+
+def test_messages(server: Server, client: openai.OpenAI) -> None:
+    def ask(path: str = "", **fields: Any) -> Any:
+        body = {"model": "demo", "messages": CHAT, **fields}
+        return requests.post(f"{server.openai}/v1/messages{path}", json=body, timeout=60)
+
+    chat = client.chat.completions.create(model="demo", messages=CHAT, max_tokens=20, temperature=0)
+    answer = ask(max_tokens=20, temperature=0).json()
+    text = answer["content"][0]["text"]
+    assert text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert ask("/count_tokens").json() == {"input_tokens": chat.usage.prompt_tokens}
+    words = text.split()
+    stopped = ask(max_tokens=20, temperature=0, stop_sequences=[words[2], "never"]).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", words[2])
+    assert stopped["content"][0]["text"] == text[: text.index(words[2])]
+    tools = [{"name": "weather", "input_schema": TOOL["parameters"]}]
+    called = ask(max_tokens=60, temperature=0, tools=tools, tool_choice={"type": "any"}).json()
+    assert called["content"][0]["input"]["city"] in ("Paris", "Rome")
+    assert called["stop_reason"] == "tool_use"
+    refused = ask(max_tokens=9, tools=[{"type": "bash_20250124", "name": "bash"}])
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "only functions are offered" in refused.json()["error"]["message"]

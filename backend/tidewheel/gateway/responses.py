@@ -22,7 +22,7 @@ from tidewheel_client.errors import PromptTooLarge, Unsupported
 MAX_STORED_BYTES = 64 << 20  # of all owners
 MAX_CONVERSATION_BYTES = 1 << 22  # that is continued
 STORED_S = 3600.0
-MISSING = "is not stored for this key: it was not to be, was deleted, is older than an hour, or made room for others"
+MISSING = "is not stored here for this key: it was not to be, was deleted or is too old, or there are several workers"
 _ENTRY_BYTES = 1024  # beside the texts
 _REFUSED: RefusedFields = {
     "background": ("a client waits for each answer: send false", (False,)),
@@ -72,6 +72,7 @@ class ResponsesBody(OpenAIBody, frozen=True, kw_only=True):
     max_output_tokens: int | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     text: TextOptions = TextOptions()
+    client_metadata: dict[str, Any] | None = None  # without effect
     chat_template_kwargs: dict[str, Any] | None = None
 
 

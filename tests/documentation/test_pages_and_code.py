@@ -83,7 +83,7 @@ def test_make_runs_every_test_once() -> None:
         is_e2e = re.search(r"pytest\.mark\.e2e", path.read_text(encoding="utf-8")) is not None
         marks = "e2e and" if is_e2e else "not"
         runs = [words for words in parts if words[words.index("-m") + 1].startswith(marks) and is_given(path, words)]
-        assert len(runs) == 1, path
+        assert len(runs) == (path.parent.name != "clients"), path  # which make test-clients runs
 
 
 def is_given(path: Path, command: Sequence[str]) -> bool:

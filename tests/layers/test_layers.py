@@ -265,6 +265,7 @@ def test_durations_are_monotonic() -> None:
         "tidewheel.gateway.answers",
         "tidewheel.gateway.application",
         "tidewheel.gateway.images",
+        "tidewheel.gateway.responses",
         "tidewheel.bench.environment",
     }
 

@@ -42,6 +42,8 @@ _LARGE = 1 << 16  # bytes of work that delay streams
 _REFRESH_S = 1.0  # of keys, and of figures for other workers
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _OPEN_PATHS = ("/", "/health")
+_PROXIED = "/v2/"
+_ANTHROPIC = "/v1/messages"
 _FRONT_PAGE = """\
 Tidewheel's gateway. OpenAI's API is at /v1 (GET /v1/models lists models), readiness at /health, figures at /metrics.
 The playground, a page to try models, is off: start the gateway with --playground.
@@ -93,8 +95,8 @@ class Gateway:
         endpoints = {
             "/v1/chat/completions": _Endpoint(bodies.read_chat, text),
             "/v1/completions": _Endpoint(bodies.read_completion, text),
-            "/v1/messages": _Endpoint(messages.read_messages, message),
-            "/v1/messages/count_tokens": _Endpoint(messages.read_count, messages.CountWriter),
+            _ANTHROPIC: _Endpoint(messages.read_messages, message),
+            f"{_ANTHROPIC}/count_tokens": _Endpoint(messages.read_count, messages.CountWriter),
             "/v1/embeddings": _Endpoint(bodies.read_embeddings, answers.EmbeddingWriter, ("generate", "embed")),
             "/v1/rerank": _Endpoint(encoders.read_rerank, encoders.PairWriter, ("rerank",)),
             "/v1/score": _Endpoint(encoders.read_score, encoders.PairWriter, ("rerank",)),
@@ -318,7 +320,7 @@ def _authorization(http: web.Request) -> str:
 
 
 def _request_id(http: web.Request, request: UpstreamRequest) -> str:
-    if http.path.startswith(errors.PROXIED):
+    if http.path.startswith(_PROXIED):
         return ""
     given = request.request_id or http.headers.get("X-Request-Id", "")
     if len(given) > bodies.MAX_REQUEST_ID_CHARS or not given.isprintable():
@@ -332,8 +334,14 @@ def _traceparent(http: web.Request) -> str:
 
 
 def _error_response(http: web.Request, error: RequestError) -> web.Response:
-    body = errors.body_of(http.path, error, http.get("fields", ()), http.get("schema_name", ""))
-    return _json_response(body, status=errors.meaning_of(error).status, headers=errors.headers_of(error))
+    status = errors.meaning_of(error).status
+    if http.path.startswith(_PROXIED):
+        body = msgspec.json.encode({"error": str(error)})
+    else:
+        body = errors.openai_body(error, http.get("fields", ()), http.get("schema_name", ""))
+    if http.path.startswith(_ANTHROPIC):
+        body = errors.anthropic_body(body, status)
+    return _json_response(body, status=status, headers=errors.headers_of(error))
 
 
 def _json_response(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

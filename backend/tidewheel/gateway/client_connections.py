@@ -107,7 +107,7 @@ class ConnectionTable:
             f"the gateway has {self.most} connections, or {self.most_of_address} of your address, which wait for "
             "answers: try again later"
         )
-        body = errors.body_of("", error)
+        body = errors.openai_body(error)
         headers = errors.headers_of(error) | {"Content-Type": "application/json", "Connection": "close"}
         lines = [f"HTTP/1.1 {errors.meaning_of(error).status} Too Many Requests", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]

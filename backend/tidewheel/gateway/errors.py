@@ -11,8 +11,6 @@ from aiohttp import web
 
 from tidewheel_client import errors
 
-PROXIED = "/v2/"
-ANTHROPIC = "/v1/messages"
 _RETRY_AFTER_MS = 1000  # if the server names no time
 
 
@@ -75,7 +73,6 @@ _NAMES = {
     "messages": ("messages", "input"),
     "stop": ("stop", "stop_sequences"),
 }
-# Anthropic's types by status.
 _ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _ANTHROPIC_TYPES |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 _FORCED = "structured_outputs.json"  # of the backend
@@ -98,33 +95,29 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
     return headers
 
 
-def body_of(path: str, error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the error as JSON, in the shape of the path's API: Triton's, Anthropic's or OpenAI's.
+def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
+    """Return the error as JSON. `param` is the first word of the message, if it is one of `fields`.
 
-    `param` is the first word of the message, if it is one of `fields`. For a forced call, `schema_name` stands for
-    the schema that the gateway made.
+    For a forced call, `schema_name` stands for the schema that the gateway made.
     """
-    if path.startswith(PROXIED):
-        return msgspec.json.encode({"error": str(error)})
     meaning = meaning_of(error)
-    message, param = _named(error, fields, schema_name)
-    tag = {"tag": error.tag} if error.tag else {}
-    if path.startswith(ANTHROPIC):
-        kind = _ANTHROPIC_TYPES.get(meaning.status, _INVALID if meaning.status < 500 else "api_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message, **tag}})
-    body = {"message": message, "type": meaning.type, "param": param, "code": meaning.code, **tag}
-    return msgspec.json.encode({"error": body})
-
-
-def _named(error: errors.RequestError, fields: Container[str], schema_name: str) -> tuple[str, str | None]:
-    """Return the message with the client's name of the field that it begins with, and that field."""
     first = error.message.split(" ", 1)[0].rstrip(":")
     named = next((name for name in _NAMES.get(first, ()) if name in fields), first)
     if first == _FORCED and schema_name:
         named = schema_name
     name = named.split(":", 1)[0]
     is_known = isinstance(error, FieldMissing) or name.split(".", 1)[0].split("[", 1)[0] in fields
-    return named + error.message.removeprefix(first), name if is_known else None
+    message = named + error.message.removeprefix(first)
+    body = {"message": message, "type": meaning.type, "param": name if is_known else None, "code": meaning.code}
+    return msgspec.json.encode({"error": body | ({"tag": error.tag} if error.tag else {})})
+
+
+def anthropic_body(error: bytes, status: int) -> bytes:
+    """Return an error of `openai_body` in Anthropic's form."""
+    given = msgspec.json.decode(error)["error"]
+    kind = _ANTHROPIC_TYPES.get(status, _INVALID if status < 500 else "api_error")
+    body = {"type": kind} | {key: given[key] for key in ("message", "tag") if key in given}
+    return msgspec.json.encode({"type": "error", "error": body})
 
 
 def from_aiohttp(request: web.Request, error: web.HTTPException) -> errors.RequestError:

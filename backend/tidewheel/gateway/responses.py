@@ -82,10 +82,6 @@ class StoredResponse(NamedTuple):
     session_id: str  # of the conversation's KV blocks
     expires_at: float  # monotonic seconds
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.messages) + len(self.answer) + _ENTRY_BYTES
-
 
 class ResponseStore:
     """Responses by owner and id, in memory. Beyond `max_bytes`, the owner with most bytes loses its oldest."""
@@ -97,7 +93,7 @@ class ResponseStore:
 
     def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
         self._responses[owner, response_id] = response
-        self._num_bytes[owner] += response.num_bytes
+        self._num_bytes[owner] += _size(response)
         while self._num_bytes.total() > self.max_bytes:
             ((largest, _),) = self._num_bytes.most_common(1)
             self.remove(*next(key for key in self._responses if key[0] == largest))
@@ -107,12 +103,16 @@ class ResponseStore:
 
     def remove(self, owner: str, response_id: str) -> StoredResponse | None:
         response = self._responses.pop((owner, response_id), None)
-        self._num_bytes -= Counter({owner: response.num_bytes} if response else {})  # drops zeros
+        self._num_bytes -= Counter({owner: _size(response)} if response else {})  # drops zeros
         return response
 
     def expire(self, now: float) -> None:
-        for key in [key for key, response in self._responses.items() if response.expires_at <= now]:
+        for key, _ in list(itertools.takewhile(lambda item: item[1].expires_at <= now, self._responses.items())):
             self.remove(*key)
+
+
+def _size(response: StoredResponse) -> int:
+    return len(response.messages) + len(response.answer) + _ENTRY_BYTES
 
 
 class ResponseTurn:
@@ -239,12 +239,12 @@ class ResponseWriter(blocks.BlockWriter):
 
     def extended(self, block: blocks.Block, text: str) -> list[Json]:
         _, event, _ = _FORMS[block.kind]
-        return [self._event(block, f"{event}.delta", delta=text, **_logprobs(block))]
+        return [self._event(block, f"{event}.delta", delta=text)]
 
     def closed(self, block: blocks.Block) -> list[Json]:
         is_cut = block is self.blocks[-1] and self.is_cut
         item, (_, event, key) = self._item(block, "incomplete" if is_cut else "completed"), _FORMS[block.kind]
-        ended = [self._event(block, f"{event}.done", **{key: block.text}, **_logprobs(block))]
+        ended = [self._event(block, f"{event}.done", **{key: block.text})]
         ended += [self._event(block, "response.content_part.done", part=part) for part in item.get("content", [])]
         return [*ended, {"type": "response.output_item.done", "output_index": block.index, "item": item}]
 
@@ -258,8 +258,11 @@ class ResponseWriter(blocks.BlockWriter):
         return answer
 
     def _event(self, block: blocks.Block, kind: str, **fields: Any) -> Json:
-        content = {} if block.kind == "call" else {"content_index": 0}
-        return {"type": kind, "item_id": self._item_id(block), "output_index": block.index, **content, **fields}
+        if block.kind != "call":
+            fields |= {"content_index": 0}
+        if kind.startswith("response.output_text"):
+            fields |= {"logprobs": []}
+        return {"type": kind, "item_id": self._item_id(block), "output_index": block.index, **fields}
 
     def _item_id(self, block: blocks.Block) -> str:
         return f"{_FORMS[block.kind][0]}_{self._turn.id.removeprefix('resp_')}{block.index:04x}"
@@ -272,7 +275,7 @@ class ResponseWriter(blocks.BlockWriter):
         if block.kind == "thoughts":
             content: Json = {"type": "reasoning_text", "text": block.text}
             return {**head, "type": "reasoning", "summary": [], "content": [content]}
-        content = {"type": "output_text", "text": block.text, "annotations": [], **_logprobs(block)}
+        content = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
         return {**head, "type": "message", "role": "assistant", "content": [content]}
 
     def _response(self, status: str, error: Json | None = None) -> Json:
@@ -300,7 +303,3 @@ class ResponseWriter(blocks.BlockWriter):
             "store": self._turn.is_stored,
             **{name: self._turn.fields.get(name, default) for name, default in _ECHOED.items()},
         }
-
-
-def _logprobs(block: blocks.Block) -> Json:
-    return {"logprobs": []} if block.kind == "text" else {}

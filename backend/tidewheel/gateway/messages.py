@@ -24,11 +24,7 @@ _REFUSED: RefusedFields = {
     "include_stop_str_in_output": ("stop_sequence has the text", (False,)),
 }
 _OF_TOOLS = ("type", "input_schema", "cache_control", "eager_input_streaming")
-_DELTAS = {
-    "thoughts": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "call": ("input_json_delta", "partial_json"),
-}
+_DELTAS = {"thoughts": "thinking", "text": "text", "call": "input_json"}
 
 
 class InputMessage(msgspec.Struct, frozen=True):
@@ -171,8 +167,9 @@ class MessageWriter(blocks.BlockWriter):
         return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
 
     def extended(self, block: blocks.Block, text: str) -> list[Json]:
-        kind, key = _DELTAS[block.kind]
-        return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, key: text}}]
+        kind = _DELTAS[block.kind]
+        delta = {"type": f"{kind}_delta", "partial_json" if block.kind == "call" else kind: text}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
 
     def closed(self, block: blocks.Block) -> list[Json]:
         signature = {"type": "signature_delta", "signature": SIGNATURE}

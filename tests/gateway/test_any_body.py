@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +71,16 @@ def test_any_fields(
     own = PATHS[path][-1 if is_second else 0]
     others = {"prompt", "messages", "input", "tokens"} - {own}
     check(gateway, path, {name: value for name, value in body.items() if name not in others})
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens", "responses"])
+def test_nesting(gateway: RunningGateway, triton: FakeTriton, path: str) -> None:
+    triton.answer = say
+    turns = [{"role": "user", "content": "x"}]
+    begun = json.dumps({"model": "demo", PATHS[path][0]: turns})[:-1].encode() + b', "other": '
+    for depth in (*range(900, 1000, 2), 512):
+        answer = gateway.post(path, begun + b"[" * depth + b"]" * depth + b"}")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "the body is nested too deep")
 
 
 @quickly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -25,10 +26,13 @@ MAX_REQUEST_ID_CHARS = 128
 # Together some 50 ms of parsing.
 MAX_CONTAINERS = 1 << 15  # lists, objects and keys
 MAX_ITEMS = 1 << 18
+MAX_DEPTH = 512  # far below the depth at which Python refuses to read or write JSON
 _SMALL = 1 << 14  # bytes that need no check
 _MOST_CHARS = 200  # of functions' names in messages
 _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
+_CONTAINERS = (dict, list)
+_TOO_DEEP = "the body is nested too deep"
 _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 
 Prompt = dict[str, object]  # tensors by name
@@ -153,9 +157,11 @@ def parse(data: bytes) -> Fields:
     try:
         fields = msgspec.json.decode(data)
     except RecursionError:
-        raise InvalidRequest("the body is nested too deep") from None
+        raise InvalidRequest(_TOO_DEEP) from None
     except (msgspec.DecodeError, ValueError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_too_deep(fields):
+        raise InvalidRequest(_TOO_DEEP)
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
     if len(fields) > MAX_FIELDS:
@@ -163,6 +169,17 @@ def parse(data: bytes) -> Fields:
     if (longest := max(map(len, fields), default=0)) > MAX_NAME_CHARS:
         raise InvalidRequest(f"a field's name has {longest} characters: at most {MAX_NAME_CHARS} are allowed")
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def _is_too_deep(fields: Fields) -> bool:
+    """Return whether more than `MAX_DEPTH` lists and objects lie in one another."""
+    layer: list[Any] = [fields]
+    for _ in range(MAX_DEPTH):
+        values = itertools.chain.from_iterable(one.values() if isinstance(one, dict) else one for one in layer)
+        layer = [value for value in values if isinstance(value, _CONTAINERS)]
+        if not layer:
+            return False
+    return True
 
 
 def check_structure(data: bytes) -> None:

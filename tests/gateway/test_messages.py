@@ -239,6 +239,7 @@ PICTURE = [{"role": "user", "content": [text("a"), {"type": "image", "source": {
         ({"messages": PICTURE}, "messages[0].content[1] is no part that is offered, or lacks a field ('image')"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages end with an assistant's"),
         ({"system": [{"type": "text"}]}, "system[0] is no part"),
+        ({"response_format": {"type": "json_object"}}, "response_format is a field of /v1/chat/completions"),
         ({"n": 2}, "n is a field of /v1/chat/completions: leave it out"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": TOOLS}, "tool_choice forces a call of x"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type: Invalid enum value 'between_tools'"),
@@ -253,6 +254,11 @@ def test_wrong_requests(gateway: RunningGateway, triton: FakeTriton, fields: dic
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert answer.json()["error"]["message"].startswith(said)
     assert triton.asked == []
+
+
+def test_an_empty_message_stays(gateway: RunningGateway, triton: FakeTriton) -> None:
+    ask(gateway, [{"role": "user", "content": []}], system="Be kind").raise_for_status()
+    assert [message["role"] for message in conversation(triton)] == ["system", "user"]
 
 
 def test_neutral_fields(gateway: RunningGateway, triton: FakeTriton) -> None:

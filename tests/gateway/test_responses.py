@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,27 @@ def test_parallel_calls(gateway: RunningGateway, triton: FakeTriton) -> None:
     assert len(ask(gateway, tools=TOOLS).json()["output"]) == 2
     (only,) = ask(gateway, tools=TOOLS, parallel_tool_calls=False).json()["output"]
     assert json.loads(only["arguments"]) == {"city": "Paris"}
+
+
+def test_a_request_without_input(gateway: RunningGateway, triton: FakeTriton) -> None:
+    error = gateway.post("responses", {"model": "demo", "instructions": "Be kind"}).json()["error"]
+    assert (error["param"], error["message"]) == ("input", "input is missing: it is required")
+    first = ask(gateway).json()["id"]
+    gateway.post("responses", {"model": "demo", "previous_response_id": first}).raise_for_status()
+    assert [message["role"] for message in conversation(triton)] == ["user", "assistant"]
+
+
+def test_a_long_conversation_is_read_beside_the_streams(
+    gateway: RunningGateway, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(gateway, "x" * 100_000).json()["id"]
+    threads, read = [], responses.ResponseTurn.read
+
+    def note(turn: responses.ResponseTurn, fields: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(turn, fields)
+
+    monkeypatch.setattr(responses.ResponseTurn, "read", note)
+    ask(gateway).raise_for_status()
+    ask(gateway, previous_response_id=first).raise_for_status()
+    assert ["asyncio" in name for name in threads] == [False, True]

@@ -65,6 +65,7 @@ class _Endpoint(NamedTuple):
     tasks: Sequence[Task] = ("generate",)
     attempt: type[Attempt] = Attempt
     is_form: bool = False  # the body; else JSON
+    added_bytes: Callable[[bodies.Fields], int] = lambda _: 0  # to the body, by the gateway itself
 
 
 class Gateway:
@@ -132,7 +133,9 @@ class Gateway:
         with account.admit():
             body = await _read_body(http, is_form=endpoint.is_form)
             size = len(body) if isinstance(body, bytes) else sum(map(len, body.values()))
-            request = await self._beside(size, lambda: account.label(endpoint.read(_parse(http, body))))
+            fields = await self._beside(size, lambda: _parse(http, body))
+            size += endpoint.added_bytes(fields)
+            request = await self._beside(size, lambda: account.label(endpoint.read(fields)))
             name = http.match_info.get("model", request.body.model)
             request.model, task = self._upstreams.model(name, endpoint.tasks)
             attempt = EncoderAttempt if task in ("embed", "rerank") else endpoint.attempt
@@ -151,7 +154,7 @@ class Gateway:
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         turn = responses.ResponseTurn(self._responses, http["account"].tenant)
         writer = partial(responses.ResponseWriter, turn=turn, reasoning=self._options.reasoning)
-        return await self._serve(_Endpoint(turn.read, writer), http)
+        return await self._serve(_Endpoint(turn.read, writer, added_bytes=turn.num_previous_bytes), http)
 
     async def _stored_response(self, http: web.Request) -> web.Response:
         is_delete, response_id = http.method == "DELETE", http.match_info["id"]

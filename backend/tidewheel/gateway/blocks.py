@@ -14,9 +14,9 @@ from tidewheel.gateway.output_parser import Reasoning
 from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
 
-# Fields of chats that these APIs take beside their own.
+# Fields of chats that these APIs take too, and fields of chats alone.
 _SHARED = frozenset({"priority", "tenant", "session_id", "request_id"})
-_OTHERS = frozenset(ChatBody.__struct_fields__) - _SHARED
+_OF_CHATS = frozenset({*ChatBody.__struct_fields__, "response_format"}) - _SHARED
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
 _B = TypeVar("_B", bound=Body)
@@ -24,19 +24,19 @@ _B = TypeVar("_B", bound=Body)
 
 def read_own_fields(fields: Fields, kind: type[_B], refused: RefusedFields) -> tuple[_B, Fields]:
     """Return the checked body, and fields for `bodies.read_chat`. Raise `InvalidRequest` or `Unsupported`."""
-    if foreign := sorted(_OTHERS.intersection(fields) - {*kind.__struct_fields__, *refused}):
+    if foreign := sorted(_OF_CHATS.intersection(fields) - {*kind.__struct_fields__, *refused}):
         raise InvalidRequest(f"{foreign[0]} is a field of /v1/chat/completions: leave it out")
     return read_fields(fields, kind, refused)
 
 
 def template_variables(given: Fields | None, *, thinks: bool | None, effort: str | None) -> Fields:
-    """Return `chat_template_kwargs`; those of the request itself come first."""
+    """Return `chat_template_kwargs`; those given win over what follows from the other fields."""
     asked = {"enable_thinking": thinks, "reasoning_effort": effort}
     return {name: value for name, value in asked.items() if value is not None} | (given or {})
 
 
 def text_parts(name: str, content: object) -> list[Json]:
-    """Return a message's content as parts of a chat's. Raise `InvalidRequest`."""
+    """Return the content of a message, which is all text, as a chat has it. Raise `InvalidRequest`."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     texts = []
@@ -59,7 +59,7 @@ def function_call(call_id: str, name: str, arguments: object) -> Json:
 
 
 def response_format(given: Json | None) -> Json:
-    """Return a chat's field for a format whose parts lie beside its type; None: text."""
+    """Return `response_format` of a chat for a format of these APIs, whose schema lies beside `type`; None: text."""
     given = given or {"type": "text"}
     parts = {key: part for key, part in given.items() if key != "type"}
     return {"type": given.get("type")} | ({"json_schema": {"name": "answer"} | parts} if parts else {})

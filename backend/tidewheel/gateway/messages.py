@@ -23,7 +23,7 @@ _REFUSED: RefusedFields = {
     "stop": ("send stop_sequences", ()),
     "include_stop_str_in_output": ("stop_sequence has the text", (False,)),
 }
-_OF_TOOLS = ("type", "input_schema", "cache_control", "eager_input_streaming")
+_KEYS_BESIDE_FUNCTION = ("type", "input_schema", "cache_control", "eager_input_streaming")
 _DELTAS = {"thoughts": "thinking", "text": "text", "call": "input_json"}
 
 
@@ -99,7 +99,7 @@ def _conversation(body: CountBody) -> Fields:
 
 
 def _messages(name: str, message: InputMessage) -> Iterator[Json]:
-    """Yield a message as a chat has it, where results of tools are messages too."""
+    """Yield the messages of a chat that stand for one of Anthropic's: there, each result of a tool is its own."""
     texts: list[Json] = []
     thoughts: list[str] = []
     calls: list[Json] = []
@@ -122,12 +122,12 @@ def _messages(name: str, message: InputMessage) -> Iterator[Json]:
             case _:
                 raise blocks.refused_part(f"{name}[{index}]", block, "text, thinking, tool_use or tool_result")
     parts = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
-    if texts or thoughts or calls:
+    if texts or thoughts or calls or not content:
         yield {"role": message.role, "content": texts} | {key: part for key, part in parts.items() if part}
 
 
 def _tool(tool: Json) -> Json:
-    function = {key: part for key, part in tool.items() if key not in _OF_TOOLS}
+    function = {key: part for key, part in tool.items() if key not in _KEYS_BESIDE_FUNCTION}
     kind = "function" if tool.get("type", "custom") == "custom" else tool["type"]  # others are refused by the backend
     return {"type": kind, "function": function | {"parameters": tool.get("input_schema")}}
 

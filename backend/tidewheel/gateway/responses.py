@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -15,15 +15,16 @@ import msgspec
 from tidewheel.gateway import blocks
 from tidewheel.gateway.answers import Json
 from tidewheel.gateway.bodies import Fields, OpenAIBody, RefusedFields, UpstreamRequest, read_chat
-from tidewheel.gateway.errors import PreviousResponseMissing
+from tidewheel.gateway.errors import FieldMissing, PreviousResponseMissing
 from tidewheel.gateway.output_parser import Reasoning
 from tidewheel_client.errors import PromptTooLarge, Unsupported
 
 MAX_STORED_BYTES = 64 << 20  # of all owners
 MAX_CONVERSATION_BYTES = 1 << 22  # that is continued
 STORED_S = 3600.0
-MISSING = "is not stored here for this key: it was not to be, was deleted or is too old, or there are several workers"
+MISSING = "is not stored for this key: store was false, it was deleted or dropped, or the gateway has several workers"
 _ENTRY_BYTES = 1024  # beside the texts
+_encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder()
 _REFUSED: RefusedFields = {
     "background": ("a client waits for each answer: send false", (False,)),
     "conversation": ("conversations are not stored: send previous_response_id", ()),
@@ -61,7 +62,7 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesBody(OpenAIBody, frozen=True, kw_only=True):
-    input: str | list[dict[str, Any]] = ""
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # type: ignore[assignment]
@@ -77,7 +78,7 @@ class ResponsesBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 class StoredResponse(NamedTuple):
-    messages: bytes  # of the conversation, as JSON
+    messages: bytes  # of the conversation, one JSON a line
     answer: bytes
     session_id: str  # of the conversation's KV blocks
     expires_at: float  # monotonic seconds
@@ -88,27 +89,30 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
         self.max_bytes = max_bytes  # 0: none is stored
-        self._responses: dict[tuple[str, str], StoredResponse] = {}  # the oldest first
+        self._responses = defaultdict[str, dict[str, StoredResponse]](dict)  # by owner and id, the oldest first
         self._num_bytes = Counter[str]()  # by owner
 
     def put(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        self._responses[owner, response_id] = response
+        self._responses[owner][response_id] = response
         self._num_bytes[owner] += _size(response)
         while self._num_bytes.total() > self.max_bytes:
             ((largest, _),) = self._num_bytes.most_common(1)
-            self.remove(*next(key for key in self._responses if key[0] == largest))
+            self.remove(largest, next(iter(self._responses[largest])))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        return self._responses.get((owner, response_id))
+        return self._responses.get(owner, {}).get(response_id)
 
     def remove(self, owner: str, response_id: str) -> StoredResponse | None:
-        response = self._responses.pop((owner, response_id), None)
+        response = self._responses.get(owner, {}).pop(response_id, None)
         self._num_bytes -= Counter({owner: _size(response)} if response else {})  # drops zeros
+        if owner not in self._num_bytes:
+            self._responses.pop(owner, None)
         return response
 
     def expire(self, now: float) -> None:
-        for key, _ in list(itertools.takewhile(lambda item: item[1].expires_at <= now, self._responses.items())):
-            self.remove(*key)
+        for owner, of_owner in list(self._responses.items()):
+            for key, _ in list(itertools.takewhile(lambda item: item[1].expires_at <= now, of_owner.items())):
+                self.remove(owner, key)
 
 
 def _size(response: StoredResponse) -> int:
@@ -124,7 +128,8 @@ class ResponseTurn:
         self.id = f"resp_{secrets.token_hex(24)}"
         self.fields: Fields = {}
         self.is_stored = store.max_bytes > 0
-        self._messages: list[Json] = []  # of the conversation, without instructions
+        self._messages: list[Json] = []  # of the conversation, without instructions; later of the answer
+        self._asked = b""  # messages of the request, one a line, if the response is to be stored
         self._session_id = ""
 
     def read(self, fields: Fields) -> UpstreamRequest:
@@ -134,7 +139,9 @@ class ResponseTurn:
             raise Unsupported("store is true: workers of a gateway share no answers; send false, and the whole input")
         if body.previous_response_id is not None:
             self._continue(body.previous_response_id, params)
-        items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+        elif body.input is None:
+            raise FieldMissing("input is missing: it is required")
+        items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
         for index, item in enumerate(items):
             self._add(f"input[{index}]", item)
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -150,7 +157,16 @@ class ResponseTurn:
         self.is_stored &= body.store is not False
         request = read_chat(params)
         self._session_id = request.params.get("session_id", self.id)
+        if self.is_stored:
+            self._asked = _encoder.encode_lines(self._messages)
+        self._messages = []
         return request
+
+    def num_previous_bytes(self, fields: Fields) -> int:
+        """Return the size of the conversation that a request goes on with; its own body is small."""
+        response_id = fields.get("previous_response_id")
+        previous = self._store.get(self._owner, response_id) if isinstance(response_id, str) else None
+        return 0 if previous is None else min(len(previous.messages), MAX_CONVERSATION_BYTES)
 
     def _continue(self, response_id: str, params: Fields) -> None:
         """Begin with the messages of a response, in its session. Raise `RequestError`."""
@@ -161,7 +177,7 @@ class ResponseTurn:
             most = MAX_CONVERSATION_BYTES
             raise PromptTooLarge(f"previous_response_id names {size} bytes of messages: at most {most} are allowed")
         params.setdefault("session_id", previous.session_id)
-        self._messages = msgspec.json.decode(previous.messages)
+        self._messages = _decoder.decode_lines(previous.messages)
 
     def _add(self, name: str, item: Json) -> None:
         match {"type": "message", **item}:
@@ -185,7 +201,10 @@ class ResponseTurn:
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or key == "reasoning_content" or (key == "content" and last.get(key)):
             self._messages.append(last := {"role": "assistant", "content": ""})
-        last[key] = last.get(key, []) + part if key == "tool_calls" else part
+        if key == "tool_calls":
+            last.setdefault(key, []).extend(part)
+        else:
+            last[key] = part
 
     def keep(self, answer: Json) -> None:
         """Store the response, unless the request forbids that."""
@@ -193,7 +212,7 @@ class ResponseTurn:
             return
         for index, item in enumerate(answer["output"]):
             self._add(f"output[{index}]", item)
-        messages, expires_at = msgspec.json.encode(self._messages), time.monotonic() + STORED_S
+        messages, expires_at = self._asked + _encoder.encode_lines(self._messages), time.monotonic() + STORED_S
         stored = StoredResponse(messages, msgspec.json.encode(answer), self._session_id, expires_at)
         self._store.put(self._owner, self.id, stored)
 

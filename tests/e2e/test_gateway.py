@@ -431,7 +431,7 @@ def test_responses(server: Server, client: openai.OpenAI) -> None:
         alone.close()
     with pytest.raises(openai.BadRequestError, match=r"tools\[0\].type is 'web_search': only functions are offered"):
         client.responses.create(model="demo", input="x", tools=[{"type": "web_search"}])
-    with pytest.raises(openai.BadRequestError, match="there are several workers"):
+    with pytest.raises(openai.BadRequestError, match="the gateway has several workers"):
         client.responses.create(model="demo", input="x", previous_response_id="resp_x")
 
 

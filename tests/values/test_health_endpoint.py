@@ -42,9 +42,11 @@ def served() -> Iterator[Served]:
 @pytest.mark.parametrize(("now", "ready", "live"), [(READY, 200, 200), (HUNG, 503, 200), (GIVEN_UP, 503, 503)])
 def test_the_states(served: Served, now: Readiness, ready: int, live: int) -> None:
     served.now = now
+    served.endpoint.ranks = lambda: {"demo": ["cuda:0", "cuda:1"]}
     answer = served.get("/ready?verbose=1")
     assert answer.status_code == ready
-    assert answer.json() == {"ready": ready == 200, "state": now.state, "reason": now.reason}
+    ranks = {"demo": ["cuda:0", "cuda:1"]}
+    assert answer.json() == {"ready": ready == 200, "state": now.state, "reason": now.reason, "ranks": ranks}
     assert answer.headers["Content-Type"] == "application/json"
     assert served.get("/live").status_code == live
     text = served.get("/metrics")

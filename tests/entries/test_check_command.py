@@ -69,6 +69,7 @@ def test_a_folder_of_a_model_is_checked_as_serve_would_serve_it(capsys: pytest.C
     assert "set it to 1 or 2" in report["findings"][-1]["message"]
     assert run(capsys, str(REPOSITORY), "--set", "seed=1")[0] == 2
     assert run(capsys, str(WEIGHTS), "--set", "sed=1")[0] == 2
+    assert run(capsys, str(WEIGHTS), "--fix")[0] == 2
 
 
 def test_a_gguf_file_that_ranks_cannot_split_has_one_finding(
@@ -77,9 +78,10 @@ def test_a_gguf_file_that_ranks_cannot_split_has_one_finding(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(device, "num_cores", lambda: 8)
     path = write_model(tmp_path / "tiny.gguf", tiny_models.save(tiny_models.llama, tmp_path / "hf"))
-    code, printed = run(capsys, str(path), "--set", "device=cpu", "--set", "tensor_parallel_size=3", "--json")
-    (finding,) = json.loads(printed)["findings"]
-    assert code == 1 and "tensor_parallel_size is 3" in finding["message"]
+    for model in (path, tmp_path):
+        code, printed = run(capsys, str(model), "--set", "device=cpu", "--set", "tensor_parallel_size=3", "--json")
+        (finding,) = json.loads(printed)["findings"]
+        assert code == 1 and "tensor_parallel_size is 3" in finding["message"]
 
 
 def test_an_entry_of_serve_is_clean(tmp_path: Path) -> None:

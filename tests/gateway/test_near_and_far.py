@@ -17,6 +17,7 @@ from support.gateway.running_gateway import RunningGateway, gateway_to, perf, sa
 from support.gateway.slow_link import slow_link
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, running
 from support.triton.serving import wait_for
+from tidewheel.cli.main import main
 from tidewheel.gateway.gateway_options import Address
 
 DELAY_S = 0.05  # one way
@@ -184,3 +185,8 @@ def test_an_unreachable_far_server_changes_nothing(pair: Pair) -> None:
     pair.kill_near()
     assert pair.gateway.complete().status_code == 503
     assert pair.counts[1] == 0
+
+
+def test_a_server_in_two_forms_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--url", "a:1", "--url", "b:1", "--url", "a:1,cost=1"]) == 2
+    assert "--url a:1 is given in 2 forms: name each server once" in capsys.readouterr().err

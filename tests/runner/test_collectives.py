@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch import distributed
 
+from tidewheel.errors import ConfigError
 from tidewheel.models.shard import Collectives
+from tidewheel.runner import collectives
 from tidewheel.runner.collectives import PIECE, MemoryCollectives, NcclCollectives, create_memory
 
 LIMIT_S = 20.0
@@ -167,3 +169,9 @@ def test_ranks_on_gpus_meet_in_a_file_without_a_name_and_on_the_loopback(
     os.close(memory)
     assert [group._group.seen for group in groups] == [[b"0", b"1"]] * 2
     assert os.environ["NCCL_SOCKET_IFNAME"] == used
+
+
+def test_an_old_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_waiting", object())
+    with pytest.raises(ConfigError, match=r"need glibc 2\.30"):
+        create_memory(2)

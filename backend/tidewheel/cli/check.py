@@ -32,15 +32,18 @@ def run(args: argparse.Namespace) -> int:
     # Protobuf, and torch for the models, take seconds.
     from tidewheel.entries.checking import check
     from tidewheel.entries.findings import mend
+    from tidewheel.models.model_folder import gguf_file_of
 
     tell = None if args.fix or args.json else _print_finding
-    if is_model := (args.path / "config.json").is_file() or args.path.suffix == ".gguf":
+    if (args.path / "config.json").is_file() or gguf_file_of(args.path) is not None:
+        if args.fix:
+            raise UsageError("--fix goes with entries: a model has no config.pbtxt")
         report = check_model(args.path, args.set, is_this_machine=not args.other_machine, tell=tell)
     elif args.set:
         raise UsageError("--set goes with a model's folder or file; settings of an entry stand in its config.pbtxt")
     else:
         report = check(args.path, is_this_machine=not args.other_machine, tell=tell)
-    mended = mend(report.findings) if args.fix and not is_model else []
+    mended = mend(report.findings) if args.fix else []
     if mended:
         report = check(args.path, is_this_machine=not args.other_machine)
     if args.json:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from tidewheel.cli.usage import UsageError, fields_of, seconds, whole_number
 from tidewheel.gateway import ADDRESS_FORM, MAX_BODY_MB
@@ -60,4 +61,7 @@ def run(args: argparse.Namespace) -> int:
         upstreams = tuple(Address.parse(url) for url in args.url or [DEFAULT_UPSTREAM])
     except ValueError as error:
         raise UsageError(f"--url {error}") from None
+    ((server, num_forms), *_) = Counter(one.grpc for one in set(upstreams)).most_common(1)
+    if num_forms > 1:
+        raise UsageError(f"--url {server} is given in {num_forms} forms: name each server once")
     return serve_gateway(StandaloneOptions(upstreams=upstreams, **fields_of(args, StandaloneOptions)))

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
+from tidewheel.errors import ConfigError
 from tidewheel.models.shard import Collectives
 
 PIECE = 1 << 20  # bytes of a rank that one exchange takes
@@ -35,7 +36,9 @@ class RankLost(RuntimeError):
 
 
 def create_memory(num_ranks: int) -> int:
-    """Return a descriptor of memory without a name, for the `MemoryCollectives` of its heirs."""
+    """Return a descriptor of memory without a name, for the `MemoryCollectives` of its heirs. Raise `ConfigError`."""
+    if not hasattr(_waiting, "sem_clockwait"):
+        raise ConfigError("several ranks on a CPU need glibc 2.30 or later: use one rank, or a newer system")
     file = os.memfd_create("tidewheel-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, 2 * num_ranks * PIECE + num_ranks**2 * _LINE)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -66,12 +69,13 @@ class MemoryCollectives(Collectives):
         others = [other for other in range(num_ranks) if other != rank]
         self._posted = [semaphores[rank, other].data_ptr() for other in others]
         self._awaited = [(other, semaphores[other, rank].data_ptr()) for other in others]
-        self._num_ranks, self._views = (
-            num_ranks,
-            functools.lru_cache(256)(  # making them takes as long as a row's sum
-                torch.inference_mode(False)(lambda turn, dtype, count: list(slots[turn].view(dtype)[:, :count]))
-            ),
-        )
+
+        @functools.lru_cache(256)  # making views takes as long as a row's sum
+        @torch.inference_mode(False)
+        def views(turn: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+            return list(slots[turn].view(dtype)[:, :count])
+
+        self._num_ranks, self._views = num_ranks, views
 
     def limit(self, timeout_s: float) -> None:
         """Set how long an operation waits for another rank before it raises `RankLost`."""

@@ -36,10 +36,6 @@ _AT_LEAST_ONE = (
     "kv_cache_memory_mb", "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
     "max_input_mb", "tensor_parallel_size",
 )  # fmt: skip
-_EXCLUSIVE = (
-    ("num_blocks", "kv_cache_memory_mb", "set the size of the KV cache"),
-    ("device_memory_share", "limit the memory of a device"),
-)
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
     **dict.fromkeys(("max_preemptions", "seed", "max_logprobs"), (0, None)),

@@ -6,7 +6,7 @@ import socket
 import socketserver
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tidewheel.metrics import SERVER_LIVE, SERVER_READY
@@ -39,18 +39,27 @@ DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):
-    """HTTP server of `/ready`, `/live` and `/metrics` on its own threads. It calls `report`, which must not block."""
+    """HTTP server of `/ready`, `/live` and `/metrics` on its own threads.
+
+    It calls `report` and `ranks`, which must not block.
+    """
 
     allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, report: Callable[[], Readiness]) -> None:
-        """Listen on the port; 0: a free port. Raise `OSError` if the port is in use."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        report: Callable[[], Readiness],
+        ranks: Callable[[], Mapping[str, Sequence[str]]] = dict,
+    ) -> None:
+        """Listen on the port; 0: a free port. `ranks`: their devices by model. Raise `OSError` for a port in use."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.report = report
-        self.ranks: Callable[[], dict[str, list[str]]] = dict  # devices by model; it must not block either
+        self.ranks = ranks
         self._open: deque[socket.socket] = deque()
         super().__init__((host, port), _Handler)
         threading.Thread(target=self.serve_forever, args=(0.1,), name="health", daemon=True).start()

@@ -13,12 +13,13 @@ from tidewheel.health_endpoint import MAX_CONNECTIONS, MAX_REQUEST_BYTES, READY,
 
 GIVEN_UP = Readiness("given up", "it died 5 times")
 HUNG = Readiness("hung", "no step")
+RANKS = {"demo": ["cuda:0", "cuda:1"]}
 
 
 class Served:
     def __init__(self) -> None:
         self.now = READY
-        self.endpoint = HealthEndpoint("127.0.0.1", 0, lambda: self.now)
+        self.endpoint = HealthEndpoint("127.0.0.1", 0, lambda: self.now, lambda: RANKS)
 
     def get(self, path: str) -> requests.Response:
         return requests.get(f"http://127.0.0.1:{self.endpoint.port}{path}", timeout=60)
@@ -42,11 +43,9 @@ def served() -> Iterator[Served]:
 @pytest.mark.parametrize(("now", "ready", "live"), [(READY, 200, 200), (HUNG, 503, 200), (GIVEN_UP, 503, 503)])
 def test_the_states(served: Served, now: Readiness, ready: int, live: int) -> None:
     served.now = now
-    served.endpoint.ranks = lambda: {"demo": ["cuda:0", "cuda:1"]}
     answer = served.get("/ready?verbose=1")
     assert answer.status_code == ready
-    ranks = {"demo": ["cuda:0", "cuda:1"]}
-    assert answer.json() == {"ready": ready == 200, "state": now.state, "reason": now.reason, "ranks": ranks}
+    assert answer.json() == {"ready": ready == 200, "state": now.state, "reason": now.reason, "ranks": RANKS}
     assert answer.headers["Content-Type"] == "application/json"
     assert served.get("/live").status_code == live
     text = served.get("/metrics")

@@ -27,10 +27,9 @@ class HealthMonitor:
         self._seen = {"engines": READY, "tritonserver": READY}
         self._stopped = threading.Event()
         try:
-            self._endpoint = HealthEndpoint(endpoints.host, endpoints.health, self.report)
+            self._endpoint = HealthEndpoint(endpoints.host, endpoints.health, self.report, devices_of_ranks)
         except OSError as error:
             raise ServeError(f"cannot listen on port {endpoints.health} (--health-port): {error.strerror}") from None
-        self._endpoint.ranks = devices_of_ranks
         self._threads = [
             threading.Thread(target=self._repeat, args=arguments, daemon=True)
             for arguments in (("engines", self.look, LOOK_S), ("tritonserver", self.ask, ASK_S))

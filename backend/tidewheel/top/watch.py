@@ -120,11 +120,10 @@ class ServerWatch:
 
     def _measured(self, rank: RankLine) -> RankLine:
         with contextlib.suppress(psutil.Error):  # it has ended
-            if rank.pid not in self._processes:
-                self._processes[rank.pid] = psutil.Process(rank.pid)
-                self._processes[rank.pid].cpu_percent()  # counts from here
-            process = self._processes[rank.pid]
-            rank.memory_bytes, rank.busy = process.memory_info().rss, process.cpu_percent() / 100
+            is_new = rank.pid not in self._processes
+            process = self._processes.setdefault(rank.pid, psutil.Process(rank.pid))
+            used = process.cpu_percent()  # since the last look
+            rank.memory_bytes, rank.busy = process.memory_info().rss, None if is_new else used / 100
         return rank
 
     def _health(self) -> tuple[bool | None, str, str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 
 from tidewheel.cli.usage import UsageError, fields_of, seconds, whole_number
@@ -10,6 +11,9 @@ DEFAULT_UPSTREAM = "127.0.0.1:8001,metrics=8002,health=8003,http=8000"
 WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
 workers = whole_number("number of processes", 1, 64)
 port = whole_number("port", 0, 65535)
+_ORIGIN = re.compile(
+    r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
+)
 drain_s = seconds("time in seconds", 0, 86_400)
 
 
@@ -43,8 +47,17 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
     group.add_argument("--open-metrics", action="store_true", help=text)
     text = "serve a page at /playground to try the models in a browser"
     group.add_argument("--playground", action="store_true", help=text)
+    text = "let web pages of this origin ask, as https://app.example (repeatable); '*' lets all pages (default: none)"
+    group.add_argument("--cors-origin", type=_origin, action="append", metavar="ORIGIN", help=text)
     text = f"largest body of a request (default: {MAX_BODY_MB})"
     group.add_argument("--max-body-mb", type=whole_number("number of megabytes", 1, 1024), metavar="MB", help=text)
+
+
+def _origin(text: str) -> str:
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        form = "SCHEME://HOST[:PORT] as browsers send it: in lower case, no path, no default port"
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin: write {form}, or * for all")
+    return text
 
 
 def _key_file(text: str) -> str:

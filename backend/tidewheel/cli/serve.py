@@ -20,6 +20,7 @@ _OF_THE_GATEWAY = {
     "reasoning": "only the gateway splits answers",
     "open_metrics": "they are the gateway's",
     "playground": "it is a page of the gateway",
+    "cors_origin": "Triton's own ports know no origins",
     "max_body_mb": "it limits bodies that the gateway reads",
 }
 

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,7 @@ from tidewheel.gateway.answers import AnswerWriter
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
+from tidewheel.gateway.cross_origin import AllowedOrigins, Handler
 from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.triton_proxy import ProxyAttempt
@@ -50,7 +51,6 @@ The playground, a page to try models, is off: start the gateway with --playgroun
 """
 
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class Gateway:
             "/v2/models/{model}/generate_stream": proxied(read_stream),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=self._options.max_body_bytes)
+        AllowedOrigins(self._options.cors_origin).install(application)
         application.cleanup_ctx.append(self._run)
         application.add_routes(
             [

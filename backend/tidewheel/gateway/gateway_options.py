@@ -51,6 +51,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Reasoning = "tagged"
     open_metrics: bool = False  # /metrics needs no key
     playground: bool = False
+    cors_origin: tuple[str, ...] = ()  # origins whose web pages may ask; `*`: all
     drain_s: float = 30.0
 
     @property

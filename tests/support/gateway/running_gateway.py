@@ -40,9 +40,10 @@ class RunningGateway:
     def complete(self, prompt: Any = "one two", **fields: Any) -> requests.Response:
         return self.post("completions", {"model": "demo", "prompt": prompt, **fields})
 
-    def chat(self, content: str = "one two", **fields: Any) -> requests.Response:
+    def chat(self, content: str = "one two", *, headers: Any = None, **fields: Any) -> requests.Response:
         messages = [{"role": "user", "content": content}]
-        return self.post("chat/completions", {"model": "demo", "messages": messages, **fields})
+        body = {"model": "demo", "messages": messages, **fields}
+        return self.post("chat/completions", body, headers=headers or {})
 
 
 class _Options(GatewayOptions, frozen=True, kw_only=True):
@@ -61,12 +62,14 @@ def gateway_to(
     addresses: Sequence[Address] = (),
     playground: bool = False,
     open_metrics: bool = False,
+    cors_origin: tuple[str, ...] = (),
     upstreams: Upstreams | None = None,
 ) -> Iterator[RunningGateway]:
     """Run it until the block ends. It has looked at every server once; `upstreams` take the place of addresses."""
     if upstreams is None:
         upstreams = Upstreams([*(Address(f"127.0.0.1:{port}") for port in ports), *addresses])
-    options = _Options(port=0, drain_s=0, playground=playground, open_metrics=open_metrics, max_bytes=max_body_bytes)
+    pages = {"playground": playground, "open_metrics": open_metrics, "cors_origin": cors_origin}
+    options = _Options(port=0, drain_s=0, max_bytes=max_body_bytes, **pages)
     gateway = Gateway(upstreams, ApiKeys(keys), options)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

@@ -23,15 +23,18 @@ class Priority(enum.IntEnum):
     LOW = 4
 
     @classmethod
-    def from_wire(cls, value: int) -> Priority:
-        """Return the class of a number; 0 means NORMAL. Raise `ValueError` outside of 0 to 4."""
-        return cls.NORMAL if value == 0 else cls(value)
+    def from_wire(cls, value: object) -> Priority:
+        """Return the class of a number or a name in any case; 0 means NORMAL. Raise `KeyError` for others."""
+        return _BY_TEXT[str(value).strip().removesuffix(".0").upper()]
 
     def lifted(self) -> Priority:
         return self if self <= Priority.HIGH else Priority(self - 1)
 
     def dropped(self) -> Priority:
         return Priority(min(self + 1, Priority.LOW))
+
+
+_BY_TEXT = {"0": Priority.NORMAL} | {text: one for one in Priority for text in (str(one.value), one.name)}
 
 
 WeightsUsed = Literal["full", "quantized", "mixed"]

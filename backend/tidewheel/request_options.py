@@ -14,12 +14,13 @@ _option = partial(Parameter, is_tensor=False)
 MAX_DEADLINE_MS = 30 * 86_400_000.0  # later ones count as this
 
 
-def to_priority(name: str, value: int) -> Priority:
-    """Return the class of a priority. Raise `InvalidRequest`."""
+def to_priority(name: str, value: object) -> Priority:
+    """Return the class of a number or name. Raise `InvalidRequest`."""
     try:
         return Priority.from_wire(value)
-    except ValueError:
-        raise InvalidRequest(f"{name} is {value}: it must be 0 (default) to {max(Priority)} (lowest)") from None
+    except KeyError:
+        wanted = f"it must be 0 (default) to {max(Priority)} (lowest), or critical, high, normal or low"
+        raise InvalidRequest(f"{name} is {str(value)[:80]}: {wanted}") from None
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,7 +30,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         int, Parameter("sequences, with seeds from `seed` on", (), ("num_return_sequences",), low=1, high=16)
     ] = 1
     priority: Annotated[
-        Priority, _option("class from 1 (critical) to 4 (low); 0: the default", aliases=("qos_class",))
+        Priority, _option("class: critical, high, normal, low, or 1 to 4; 0: the default", aliases=("qos_class",))
     ] = Priority.NORMAL
     tenant: Annotated[
         str, _option("tenant whose rates and quotas count", max_chars=MAX_TENANT_CHARS, is_printable=True)

@@ -40,6 +40,8 @@ class TenantLimits:
     each: bool = False  # in `*`: unknown tenants have rates and sessions of their own
 
     def __post_init__(self) -> None:
+        if isinstance(self.max_priority, str) and self.max_priority.upper() in Priority.__members__:
+            object.__setattr__(self, "max_priority", Priority[self.max_priority.upper()].value)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "each" and (value is not None or field.name in _ALWAYS_SET):

@@ -13,6 +13,7 @@ from tidewheel_client.transport import Ask
 
 Message = str | Mapping[str, object]
 
+PRIORITIES = {"critical": 1, "high": 2, "normal": 3, "low": 4}
 OUTPUT_FLAGS: dict[str, bool] = {
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
@@ -105,8 +106,13 @@ def _json(what: str, value: object) -> str:
         raise InvalidRequest(f"{what} cannot be written as JSON: {error}") from None
 
 
+def to_number(priority: object) -> object:
+    """Return the number of a QoS class that is given by name, in any case; any other value as it is."""
+    return PRIORITIES.get(priority.strip().lower(), priority) if isinstance(priority, str) else priority
+
+
 def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[str, object]) -> None:
-    priority, deadline_ms = params.get("priority"), params.get("deadline_ms")
+    priority, deadline_ms = to_number(params.get("priority")), params.get("deadline_ms")
     if isinstance(priority, int) and 0 < priority < 2**31:
         request.parameters["priority"].uint64_param = int(priority)
     if isinstance(deadline_ms, int | float) and 0 < deadline_ms < _MAX_TIMEOUT_MS:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from tidewheel_client import codec
 from tidewheel_client.errors import InvalidRequest, PromptTooLarge, RequestError
 
-CLASSES = ("CRITICAL", "HIGH", "NORMAL", "LOW")
+CLASSES = tuple(name.upper() for name in codec.PRIORITIES)
 MAX_JOB_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -32,7 +32,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Annotated[str | None, _TEXT] = None
     messages: Annotated[Sequence[Any] | None, Meta(description="it must be a list of chat messages")] = None
     input_ids: Annotated[Sequence[_TokenId] | None, Meta(description="it must be a list of token ids")] = None
-    priority: Annotated[int, Meta(ge=0, le=4, description="it must be 1 to 4, or 0 for NORMAL")] = 0
+    priority: Annotated[int, Meta(ge=0, le=4, description="it must be 1 to 4, a class by name, or 0 for NORMAL")] = 0
     # From now, time in the queue included:
     deadline_ms: Annotated[_Number | None, Meta(description="it must be a number of milliseconds above 0")] = None
     tenant: Annotated[str | None, _TEXT] = None
@@ -127,6 +127,8 @@ def job_of(given: object) -> Job:
         if name not in _FIELDS:
             raise InvalidRequest(f"unknown field {_shown(name)}{_hint(name)}")
     known = {name: value for name, value in given.items() if value is not None}
+    if "priority" in known:
+        known["priority"] = codec.to_number(known["priority"])
     for name, value in known.items():
         try:
             # msgspec refuses subclasses of float, such as numpy's float64.

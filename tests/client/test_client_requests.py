@@ -70,6 +70,13 @@ def test_sampling_keys_travel_as_json(client: Client, triton: FakeTriton) -> Non
     }
 
 
+@pytest.mark.parametrize("priority", [2, "high", "HIGH"])
+def test_triton_s_queue_sees_the_class(client: Client, triton: FakeTriton, priority: object) -> None:
+    client.generate("x", priority=priority)
+    (asked,) = triton.asked
+    assert (asked.sampling["priority"], asked.message.parameters["priority"].uint64_param) == (priority, 2)
+
+
 def test_other_prompts(client: Client, triton: FakeTriton) -> None:
     triton.answer = lambda asked: _final(asked)
     client.generate(input_ids=[1, 2, 2**31 - 1])

@@ -28,6 +28,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
         ({"prompt": "x", "max_tokens": 3}, "unknown field 'max_tokens': sampling parameters go into 'params'"),
         ({"prompt": "x", "priority": 5}, "priority is 5: it must be 1 to 4"),
         ({"prompt": "x", "priority": True}, "priority is True"),
+        ({"prompt": "x", "priority": "best"}, "priority is 'best': it must be 1 to 4, a class by name"),
         ({"prompt": "x", "deadline_ms": 0}, "deadline_ms is 0"),
         ({"prompt": "x", "deadline_ms": float("inf")}, "deadline_ms is inf"),
         ({"prompt": "x", "stream": "yes"}, "stream is 'yes'"),
@@ -50,6 +51,12 @@ def test_wrong_jobs_are_refused(job: Any, words: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         pack(job)
     assert words in raised.value.message
+
+
+@pytest.mark.parametrize(("name", "number"), [("critical", 1), ("High", 2), (" NORMAL", 3), ("low", 4)])
+def test_a_class_may_be_named(name: str, number: int) -> None:
+    packed = pack({"prompt": "x", "priority": name})
+    assert (packed.class_number, unpack(packed.payload).priority) == (number, number)
 
 
 def test_a_float_may_be_of_a_subclass() -> None:

@@ -70,7 +70,7 @@ def test_a_file_of_jobs_becomes_results(
 
 
 def test_one_job(place: list[str], capsys: Captured) -> None:
-    assert run("enqueue", *place, "hello", "--id", "x", "--priority", "4", "--max-tokens", "3", "--stream") == 0
+    assert run("enqueue", *place, "hello", "--id", "x", "--priority", "low", "--max-tokens", "3", "--stream") == 0
     assert capsys.readouterr() == ("x\n", "")
     assert run("results", *place, "x") == 0
     assert lines(capsys) == [{"id": "x", "state": "waiting", "attempts": 0}]
@@ -115,6 +115,7 @@ def test_a_bad_line_adds_nothing(
         (("enqueue", "--file", "y", "--temperature", "1"), "options of a job go with a prompt"),
         (("enqueue", "--file", "/no/such/file"), "/no/such/file cannot be read (No such file or directory)"),
         (("enqueue", "x", "--priority", "9"), "priority is 9"),
+        (("enqueue", "x", "--priority", "best"), "priority is 'best'"),
         (("enqueue", "x", "--bound", "0"), "bound is 0"),
         (("worker", "--model", "m", "--concurrency", "0"), "concurrency is 0"),
         (("worker", "--url", "127.0.0.1:1"), "no server answers at 127.0.0.1:1"),

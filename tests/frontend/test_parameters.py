@@ -118,6 +118,8 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"logit_bias": {"1": 1, "01": 1}}, ["logit_bias", "1", "twice"]),
         ({"logprobs": -1}, ["logprobs", "-1", "0 to"]),
         ({"priority": 5}, ["priority", "5", "4"]),
+        ({"priority": "urgent"}, ["priority", "urgent", "critical, high, normal or low"]),
+        ({"priority": "x" * 999}, ["priority", "x" * 80, "critical, high, normal or low"]),
         ({"seed": -2}, ["seed is -2"]),
         ({"seed": 2.0**63 + 2048}, ["seed arrived as the float 9.22337e+18", "send it as text"]),
         ({"cache_salt": 3}, ["cache_salt", "3", "text"]),
@@ -197,6 +199,9 @@ def test_priority_and_salt() -> None:
     assert parse(priority=0).options.priority is Priority.NORMAL
     expected = RequestOptions(priority=Priority.CRITICAL, cache_salt="é")
     assert parse(priority="1", cache_salt="é") == ParsedParameters(SamplingParams(), expected)
+    for name in ("critical", "CRITICAL", " Critical "):
+        assert parse(priority=name, cache_salt="é") == ParsedParameters(SamplingParams(), expected)
+    assert parse(qos_class="low").options.priority is RequestOptions(priority="low").priority is Priority.LOW  # type: ignore[arg-type]
 
 
 def test_defaults_of_the_model_give_way() -> None:

@@ -30,6 +30,8 @@ def bearer(secret: str) -> dict[str, str]:
 def keys(tmp_path: Path) -> Path:
     path = tmp_path / "keys.toml"
     path.write_text(entry("alice", tenant="acme", max_priority=2) + entry("bob", max_concurrent=1))
+    with path.open("a") as file:
+        file.write(entry("carol", max_priority="low"))
     return path
 
 
@@ -80,17 +82,20 @@ def test_wrong_keys_are_logged_together(gateway: RunningGateway, caplog: pytest.
         ("alice", 1, "acme", 2),
         ("alice", 4, "acme", 4),
         ("bob", 1, "bob", 1),
+        ("bob", "High", "bob", 2),
+        ("alice", "critical", "acme", 2),
+        ("carol", "normal", "carol", 4),
     ],
 )
 def test_tenant_and_class_follow_from_the_key(
-    gateway: RunningGateway, triton: FakeTriton, key: str, asked: int | None, tenant: str, granted: int
+    gateway: RunningGateway, triton: FakeTriton, key: str, asked: int | str | None, tenant: str, granted: int
 ) -> None:
     assert gateway.post("completions", {"prompt": "x", "priority": asked}, headers=bearer(key)).ok
     (seen,) = triton.asked
     assert (seen.sampling["tenant"], seen.sampling["priority"]) == (tenant, granted)
 
 
-@pytest.mark.parametrize("field", [{"tenant": "other"}, {"priority": 9}])
+@pytest.mark.parametrize("field", [{"tenant": "other"}, {"priority": 9}, {"priority": "best"}, {"priority": [1]}])
 def test_no_request_names_its_tenant_or_an_unknown_class(gateway: RunningGateway, field: dict[str, object]) -> None:
     answer = gateway.post("completions", {"prompt": "x", **field}, headers=bearer("alice"))
     assert answer.status_code == 400
@@ -185,6 +190,7 @@ def test_a_changed_file_is_read_again(keys: Path) -> None:
         ("[[keys]]\nname = 'a'\nsha256 = 'secret'", "regex"),
         (entry("a", tenants="x"), "unknown field `tenants`"),
         (entry("a", max_priority=5), "<= 4"),
+        (entry("a", max_priority="best"), "Invalid enum value 'best'"),
         (entry("a") + 'tenant = "b\\u0000"', r"the tenant of a key holds the control character U\+0000"),
         (entry("a", max_concurrent=0), ">= 1"),
         (entry("a") * 2, "two keys have the same sha256"),

@@ -69,6 +69,7 @@ def test_what_the_backend_refuses_does_no_harm(prompt: dict[str, object]) -> Non
 
 def test_classes() -> None:
     assert chat("a", priority=1).priority == Priority.CRITICAL
+    assert chat("a", priority="high").priority == Priority.HIGH
     assert chat("a", priority=0).priority == chat("a").priority == Priority.NORMAL
 
 

@@ -99,7 +99,7 @@ def test_what_the_gateway_refuses_is_an_error_as_triton_writes_them(
     assert (no_port.status_code, "http=PORT" in no_port.json()["error"]) == (400, True)
 
 
-@pytest.mark.parametrize("priority", [1, 1.0, "1", " 2 ", "0", 0])
+@pytest.mark.parametrize("priority", [1, 1.0, "1", " 2 ", "0", 0, "high", " Normal"])
 def test_tenant_and_class_are_those_of_the_key(
     priority: object, addresses: list[Address], https: tuple[FakeHttpTriton, FakeHttpTriton], tmp_path: Path
 ) -> None:

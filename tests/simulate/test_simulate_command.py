@@ -89,7 +89,7 @@ def test_deadlines_are_refused_where_steps_are_merged(tmp_path: Path, capsys: py
 
 
 def test_plots_are_written(tmp_path: Path) -> None:
-    assert simulate("--load", "0.4,0.8", "--tenants", "a:1:1,b:1:4", "--plots", str(tmp_path / "plots")) == 0
+    assert simulate("--load", "0.4,0.8", "--tenants", "a:1:critical,b:1:4", "--plots", str(tmp_path / "plots")) == 0
     for name in ("throughput_ttft", "classes", "fairness", "queue"):
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -161,6 +161,7 @@ def test_a_decision_that_differs_is_told_and_exits_with_1(tmp_path: Path, capsys
         (["--cost", "absent.json"], "--cost is 'absent.json': no such file, and none of h200-8b"),
         (["--tenants", "a"], "--tenants has 'a': write NAME:SHARE"),
         (["--tenants", "a:1:9"], "--tenants has 'a:1:9'"),
+        (["--tenants", "a:1:best"], "--tenants has 'a:1:best'"),
         (["--tenants", "a:0"], "--tenants is 0"),
         (["--tenants", "a:1,a:2"], "--tenants names one of them twice"),
         (["--prefixes", "3"], "--prefixes is '3': write N:TOKENS"),

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_queue_options(parser)
     add = parser.add_argument_group("job").add_argument
     add("--id", help="a job whose id the queue knows is not added again (default: a new one)")
-    add("--priority", type=int, metavar="N", help="1 CRITICAL, 2 HIGH, 3 NORMAL (default), 4 LOW")
+    text = "critical, high, normal (default) or low, or its number, 1 to 4"
+    add("--priority", type=lambda text: int(text) if text.isdecimal() else text, metavar="CLASS", help=text)
     add("--deadline-ms", type=float, metavar="MS", help="from now on, the time in the queue included")
     add("--tenant")
     add("--session-id", metavar="ID")

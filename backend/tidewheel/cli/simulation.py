@@ -232,9 +232,9 @@ def _tenants(text: str | None) -> TenantMix:
     for entry in text.split(","):
         try:
             name, share, *priority = entry.split(":")
-            number = int(priority[0]) if priority else 0
-            rows.append((name, _positive("--tenants", float(share)), Priority.from_wire(number)))
-        except (ValueError, IndexError):
+            of_class = Priority.from_wire(priority[0] if priority else 0)
+            rows.append((name, _positive("--tenants", float(share)), of_class))
+        except (ValueError, KeyError):
             raise UsageError(
                 f"--tenants has {entry!r}: write NAME:SHARE or NAME:SHARE:CLASS, say acme:10:3"
             ) from None

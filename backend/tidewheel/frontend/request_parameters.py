@@ -109,7 +109,7 @@ COERCIONS_BY_KIND: Mapping[str, Coercion] = {
     "integer": coercion.to_int, "number": coercion.to_float, "true or false": coercion.to_bool,
     "text": coercion.to_text, "list of texts": coercion.to_texts, "list of token ids": coercion.to_ints,
     "object of token id to number": coercion.to_bias, "grammar": _refuse_grammar,
-    "priority": lambda name, value: to_priority(name, coercion.to_int(name, value)),
+    "priority": to_priority,
 }  # fmt: skip
 COERCIONS: Mapping[str, Coercion] = {name: COERCIONS_BY_KIND[field.kind] for name, field in FIELDS.items()} | {
     "seed": lambda name, value: None if (seed := coercion.to_int(name, value)) == -1 else seed,

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,13 +21,13 @@ from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.parameters import control_character
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
+from tidewheel.request_options import to_priority
 from tidewheel_client.errors import Busy, InvalidRequest, WrongKey
 
 MAX_FILE_BYTES = 1 << 22
 MAX_WORKERS = 64
 MAX_KEYS = 1 << 16
 _RETRY_MS = 1000  # over max_concurrent
-_CLASSES = {"0": Priority.NORMAL.value} | {str(one.value): one.value for one in Priority}
 _OFFSET = 4096  # of a ledger's rows
 _ROW = np.dtype(
     [
@@ -38,6 +38,7 @@ _ROW = np.dtype(
     ]
 )
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_Class = Annotated[int, msgspec.Meta(ge=1, le=4)] | Literal["critical", "high", "normal", "low"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     tenant: Annotated[str, msgspec.Meta(max_length=128)] = ""  # empty: the name
-    max_priority: Annotated[int, msgspec.Meta(ge=1, le=4)] = Priority.CRITICAL.value  # best class
+    max_priority: _Class = Priority.CRITICAL.value  # best class
     requests_per_minute: _Count | None = None
     max_concurrent: _Count | None = None
 
@@ -110,11 +111,11 @@ class Account:
             return request
         if "tenant" in request.params:
             raise InvalidRequest("tenant is set, and the API key decides it: leave it out")
-        asked = str(request.params.get("priority") or 0).strip().removesuffix(".0")  # the backend takes a text too
-        if asked not in _CLASSES:
-            raise InvalidRequest(f"priority is {asked[:80]}: it must be 0 (default) to 4 (lowest)")
-        priority = max(_CLASSES[asked], self.key.max_priority)
-        request.params |= {"tenant": self.tenant, "priority": priority}
+        asked = to_priority("priority", request.params.get("priority") or 0)
+        request.params |= {
+            "tenant": self.tenant,
+            "priority": max(asked, Priority.from_wire(self.key.max_priority)).value,
+        }
         return request
 
     @contextlib.contextmanager

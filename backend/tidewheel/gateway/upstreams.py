@@ -25,7 +25,6 @@ AT_ONCE = 64  # prompts of one request at servers
 ALIKE_S = 1.0  # for the other prompts after an error
 BYTES_PER_TOKEN = 4  # roughly, of text; also of a token id
 CHUNK_TOKENS = 256
-_CLASSES = {str(one.value): one for one in Priority}
 
 
 class NoServer(ServerUnavailable):
@@ -83,11 +82,13 @@ class Attempt:
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
     """Return a prompt's figures for the router. Tokens are estimated, without a tokenizer."""
     data = b"".join(map(_bytes, request.prompts[index].values()))
-    params = request.params
+    params, priority = request.params, Priority.NORMAL
+    with contextlib.suppress(KeyError):  # the server refuses it
+        priority = Priority.from_wire(params.get("priority", 0))
     session, tenant, salt = (params.get(name, "") for name in ("session_id", "tenant", "cache_salt"))
     return RouteRequest(
         session=f"{tenant}\0{session}" if session and isinstance(session, str) else "",
-        priority=_CLASSES.get(str(params.get("priority")), Priority.NORMAL),
+        priority=priority,
         num_tokens=max(len(data) // BYTES_PER_TOKEN, 1),
         chunks=chunk_hashes(data, CHUNK_TOKENS * BYTES_PER_TOKEN, str(tenant), str(salt)),
         chunk_tokens=CHUNK_TOKENS,

@@ -3,7 +3,7 @@
     arrival          seconds from the start           required
     prompt_tokens    tokens in the prompt             required
     output_tokens    tokens generated                 required
-    priority         1 (CRITICAL) … 4 (LOW), 0 or absent: NORMAL
+    priority         critical, high, normal, low, or 1 … 4; 0 or absent: normal
     tenant           a name
     session          a name; each turn's prompt extends the turn before
     prefix_group     a name; its requests share their first prefix_tokens tokens
@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ class _TraceRow(msgspec.Struct):
     arrival: _Seconds
     prompt_tokens: _Prompt
     output_tokens: _Prompt
-    priority: Annotated[int, msgspec.Meta(ge=0, le=4)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=0, le=4)] | Literal["critical", "high", "normal", "low"] = 0
     tenant: _Name = ""
     session: _Name = ""
     prefix_group: _Name = ""

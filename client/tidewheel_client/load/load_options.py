@@ -7,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PRIORITIES = {"critical": 1, "high": 2, "normal": 3, "low": 4}
+from tidewheel_client.codec import PRIORITIES
+
 MAX_LENGTH = 1_000_000
 _WORDS = (
     "answer", "block", "branch", "bridge", "cache", "cloud", "copper", "corner", "device", "engine", "field",

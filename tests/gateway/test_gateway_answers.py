@@ -375,6 +375,79 @@ def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: obje
     assert json.loads(triton.asked[0].inputs["messages"])["tools"] == TOOLS
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+SEVERAL = [*TOOLS, *({"type": "function", "function": {"name": name}} for name in ("time", "news"))]
+
+
+def test_some_tools_are_allowed(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=CALL)
+    choice = gateway.chat(tools=SEVERAL, tool_choice=allowing("auto", "weather", "news")).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    shown = json.loads(triton.asked[0].inputs["messages"])["tools"]
+    assert [tool["function"]["name"] for tool in shown] == ["weather", "news"]
+    assert "structured_outputs" not in triton.asked[0].sampling
+
+
+def test_one_of_some_tools_is_required(gateway: RunningGateway, triton: FakeTriton) -> None:
+    """The prompt has all of them, so that its beginning stays cached."""
+    triton.answer = lambda asked: say(asked, text_output='{"name": "time", "arguments": {}}')
+    choice = gateway.chat(tools=SEVERAL, tool_choice=allowing("required", "time", "news")).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
+    (asked,) = triton.asked
+    assert json.loads(asked.inputs["messages"])["tools"] == SEVERAL
+    grammar = asked.sampling["structured_outputs"]["json"]["anyOf"]
+    assert [one["properties"]["name"]["const"] for one in grammar] == ["time", "news"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (allowing("auto", "weather", "radio"), "tool_choice allows 'radio': tools has no such function"),
+        (allowing("required", "radio"), "tool_choice allows 'radio'"),
+        (allowing("auto"), "it must have a mode, auto or required, and a list of tools"),
+        (allowing("none", "weather"), "it must have a mode, auto or required"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "it must have a mode"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["weather"]}},
+            "tool_choice is 'weather'",
+        ),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}}, "'mcp'"),
+    ],
+)
+def test_tools_that_cannot_be_allowed(gateway: RunningGateway, triton: FakeTriton, choice: Any, said: str) -> None:
+    answer = gateway.chat(tools=SEVERAL, tool_choice=choice)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["tag"]) == (400, "tool_choice", "TW-INPUT")
+    assert said in error["message"]
+    assert triton.asked == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"reasoning_effort": "none"}, {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}),
+        ({"reasoning_effort": "low"}, {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False, "reasoning_effort": "high"},
+        ),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True, "reasoning_effort": "low"}},
+            {"thinking": True, "reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_effort(gateway: RunningGateway, triton: FakeTriton, fields: dict[str, Any], variables: Any) -> None:
+    triton.answer = say
+    assert gateway.chat(**fields).ok
+    assert json.loads(triton.asked[0].inputs["messages"])["chat_template_kwargs"] == variables
+    assert "reasoning_effort" not in triton.asked[0].sampling
+
+
 @pytest.mark.parametrize("reason", ["length", "stop"])  # stop: by a stop string of the request
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_that_is_cut_is_a_call(

@@ -166,7 +166,10 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
         ("chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice forces a call", "tool_choice"),
         ("chat/completions", {**CHAT, "tool_choice": {"type": "function"}}, "or an object of the", "tool_choice"),
         ("chat/completions", {**CHAT, "tools": {}}, "tools: Expected `array`", "tools"),
-        ("chat/completions", {**CHAT, "priority": "1"}, "priority: Expected `int", "priority"),
+        ("chat/completions", {**CHAT, "priority": [1]}, "priority: Expected `int", "priority"),
+        ("chat/completions", {**CHAT, "priority": "urgent"}, "or critical, high, normal or low", "priority"),
+        ("chat/completions", {**CHAT, "priority": 5}, "priority is 5: it must be 0 (default) to 4", "priority"),
+        ("chat/completions", {**CHAT, "reasoning_effort": "huge"}, "Invalid enum value", "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_bad_bodies(

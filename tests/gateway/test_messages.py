@@ -179,11 +179,11 @@ def test_one_call_at_most_and_none(gateway: RunningGateway, triton: FakeTriton) 
     ("fields", "variables"),
     [
         ({}, None),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True, "thinking": True}),
         (
             {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
-            {"enable_thinking": True, "reasoning_effort": "high"},
+            {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"},
         ),
         (
             {"thinking": {"type": "adaptive"}, "chat_template_kwargs": {"enable_thinking": False, "a": 1}},

@@ -264,11 +264,24 @@ def test_workers_store_nothing() -> None:
         turn.read({"input": "x", "previous_response_id": turn.id})
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(gateway: RunningGateway, triton: FakeTriton, mode: str) -> None:
+    triton.answer = pieces(FORCED)
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weather"}]}
+    other = {"type": "function", "name": "other", "parameters": {"type": "object"}}
+    body = ask(gateway, tools=[*TOOLS, other], tool_choice=choice).json()
+    assert body["tool_choice"] == choice
+    names = [tool["function"]["name"] for tool in conversation(triton)["tools"]]
+    assert names == (["weather"] if mode == "auto" else ["weather", "other"])
+    grammar = triton.asked[0].sampling.get("structured_outputs", {"json": {"anyOf": []}})["json"]["anyOf"]
+    assert [one["properties"]["name"]["const"] for one in grammar] == ["weather"] * (mode == "required")
+
+
 @pytest.mark.parametrize(
     ("effort", "variables"),
     [
-        ("none", {"enable_thinking": False, "reasoning_effort": "none"}),
-        ("high", {"enable_thinking": True, "reasoning_effort": "high"}),
+        ("none", {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}),
+        ("high", {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}),
     ],
 )
 def test_reasoning(gateway: RunningGateway, triton: FakeTriton, effort: str, variables: Any) -> None:
@@ -301,6 +314,8 @@ def test_a_schema(gateway: RunningGateway, triton: FakeTriton) -> None:
         ({"messages": []}, "messages", "is a field of /v1/chat/completions"),
         ({"max_tokens": 5}, "max_tokens", "send max_output_tokens"),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice", "it must be auto"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice", "must have a mode"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "is a field of /v1/chat/completions"),
     ],
     ids=str,
 )

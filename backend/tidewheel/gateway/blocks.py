@@ -29,12 +29,6 @@ def read_own_fields(fields: Fields, kind: type[_B], refused: RefusedFields) -> t
     return read_fields(fields, kind, refused)
 
 
-def template_variables(given: Fields | None, *, thinks: bool | None, effort: str | None) -> Fields:
-    """Return `chat_template_kwargs`; those given win over what follows from the other fields."""
-    asked = {"enable_thinking": thinks, "reasoning_effort": effort}
-    return {name: value for name, value in asked.items() if value is not None} | (given or {})
-
-
 def text_parts(name: str, content: object) -> list[Json]:
     """Return the content of a message, which is all text, as a chat has it. Raise `InvalidRequest`."""
     if isinstance(content, str):

@@ -12,7 +12,14 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
-from tidewheel.gateway.output_parser import call_grammar, forced_functions, functions_of, without_strict
+from tidewheel.gateway.output_parser import (
+    allowed_tools,
+    call_grammar,
+    forced_functions,
+    functions_of,
+    without_strict,
+)
+from tidewheel.request_options import to_priority
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import DeadlineExceeded, InvalidRequest, Unsupported
 
@@ -31,12 +38,14 @@ _SMALL = 1 << 14  # bytes that need no check
 _MOST_CHARS = 200  # of functions' names in messages
 _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
+_THINKING = ("enable_thinking", "thinking")  # switches of chat templates: Qwen 3 and GLM; DeepSeek 3.1 and Granite
 _CONTAINERS = (dict, list)
 _TOO_DEEP = "the body is nested too deep"
 _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 
 Prompt = dict[str, object]  # tensors by name
 Fields = dict[str, Any]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Refused fields: the reason, and values that request nothing, beside null.
 RefusedFields = Mapping[str, tuple[str, tuple[object, ...]]]
@@ -73,7 +82,7 @@ class GenerateBody(OpenAIBody, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     n: int = 1
     request_id: str = ""
-    priority: int | None = None
+    priority: int | str | None = None
     tenant: str | None = None
     session_id: str = ""
     return_token_ids: bool = False
@@ -91,6 +100,7 @@ class ChatBody(GenerateBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Effort | None = None
 
 
 class CompletionBody(GenerateBody, frozen=True, kw_only=True):
@@ -255,16 +265,20 @@ def read_chat(fields: Fields) -> UpstreamRequest:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
     params["max_tokens"] = _most_tokens(body)
-    tools = body.tools if body.tool_choice != "none" else []
-    functions, schema_name = functions_of(tools), ""
-    if body.tool_choice not in ("auto", "none"):
-        functions = forced_functions(functions, body.tool_choice, params)
+    allowed, choice = allowed_tools(body.tools, body.tool_choice)
+    # Where a grammar allows some of the tools, the prompt has all, and its beginning stays cached.
+    tools = [] if choice == "none" else allowed if choice == "auto" else body.tools
+    functions, schema_name = functions_of(allowed), ""
+    if choice not in ("auto", "none"):
+        functions = forced_functions(functions, choice, params)
         names = " or ".join(functions)
         schema_name = f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
         params["structured_outputs"], tools = call_grammar(functions), without_strict(tools)
     if tools:
         params.setdefault("skip_special_tokens", False)  # a call's mark may be one
-    prompt = _conversation(body.messages, tools, body.chat_template_kwargs)
+    thinks = None if body.reasoning_effort is None else body.reasoning_effort != "none"
+    variables = template_variables(body.chat_template_kwargs, thinks, body.reasoning_effort)
+    prompt = _conversation(body.messages, tools, variables)
     request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
     request.tools, request.schema_name = frozenset(functions) if tools else None, schema_name
     return request
@@ -311,7 +325,8 @@ def _generate_request(
         raise InvalidRequest("stream_options is set, and stream is not true: set both, or none")
     if len(body.request_id) > MAX_REQUEST_ID_CHARS or not body.request_id.isprintable():
         raise InvalidRequest(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters that can be printed")
-    options = {"n": body.n, "logprobs": logprobs, "tenant": body.tenant, "priority": body.priority}
+    priority = None if body.priority is None else to_priority("priority", body.priority).value
+    options = {"n": body.n, "logprobs": logprobs, "tenant": body.tenant, "priority": priority}
     options |= {"session_id": body.session_id or None, "prompt_logprobs": body.prompt_logprobs}
     params |= {name: value for name, value in options.items() if value is not None}
     params |= {"return_token_ids": body.return_token_ids, "return_logprobs": logprobs is not None}
@@ -324,6 +339,13 @@ def _most_tokens(body: ChatBody) -> int:
     if older is not None and newer is not None and older != newer:
         raise InvalidRequest(f"max_tokens is {older}, and max_completion_tokens is {newer}: send one of them")
     return next((limit for limit in (older, newer) if limit is not None), MOST_TOKENS)
+
+
+def template_variables(given: Fields, thinks: bool | None, effort: str | None) -> Fields:
+    """Return `chat_template_kwargs`; those given win over what follows from the other fields."""
+    is_open = thinks is not None and given.keys().isdisjoint(_THINKING)
+    switches = dict.fromkeys(_THINKING, thinks) if is_open else {}
+    return switches | ({} if effort is None else {"reasoning_effort": effort}) | given
 
 
 def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: Fields) -> Prompt:

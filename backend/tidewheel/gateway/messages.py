@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tidewheel.gateway import blocks
+from tidewheel.gateway import blocks, bodies
 from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json
 from tidewheel.gateway.bodies import Body, Fields, RefusedFields, UpstreamRequest, read_chat, read_tokenize
 from tidewheel.gateway.output_parser import Reasoning
@@ -94,7 +94,7 @@ def _conversation(body: CountBody) -> Fields:
         messages += _messages(f"messages[{index}].content", message)
     tools = [_tool(tool) for tool in body.tools]
     thinks = None if body.thinking is None else body.thinking.type != "disabled"
-    variables = blocks.template_variables(body.chat_template_kwargs, thinks=thinks, effort=body.output_config.effort)
+    variables = bodies.template_variables(body.chat_template_kwargs or {}, thinks, body.output_config.effort)
     return {"model": body.model, "messages": messages, "tools": tools, "chat_template_kwargs": variables}
 
 

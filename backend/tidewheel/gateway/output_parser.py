@@ -202,6 +202,22 @@ def functions_of(tools: Tools) -> Functions:
     return {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
 
 
+def allowed_tools(tools: Tools, choice: ToolChoice) -> tuple[Tools, ToolChoice]:
+    """Return the tools that OpenAI's `allowed_tools` allows, else all, and the choice among them.
+
+    Raise `InvalidRequest`.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    match choice.get("allowed_tools"):
+        case {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed}:
+            names = set(map(_chosen_name, allowed))
+            if missing := sorted(names - functions_of(tools).keys()):
+                raise InvalidRequest(f"tool_choice allows {missing[0][:80]!r}: tools has no such function")
+            return [tool for tool in tools if functions_of([tool]).keys() <= names], mode
+    raise InvalidRequest("tool_choice is allowed_tools: it must have a mode, auto or required, and a list of tools")
+
+
 def forced_functions(known: Functions, tool_choice: ToolChoice, params: Mapping[str, object]) -> Functions:
     """Return the functions, one of which must be called. Raise `InvalidRequest`, also if `params` have a grammar."""
     if name := grammar_field(params):
@@ -237,7 +253,7 @@ def _chosen_name(tool_choice: ToolChoice) -> str:
             return name
     raise InvalidRequest(
         f"tool_choice is {str(tool_choice)[:80]!r}: it must be auto, none, required, or an object of the type "
-        '"function" with the name of one'
+        '"function" with the name of one, or "allowed_tools" with some'
     )
 
 

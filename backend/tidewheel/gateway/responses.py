@@ -14,7 +14,7 @@ import msgspec
 
 from tidewheel.gateway import blocks
 from tidewheel.gateway.answers import Json
-from tidewheel.gateway.bodies import Fields, OpenAIBody, RefusedFields, UpstreamRequest, read_chat
+from tidewheel.gateway.bodies import Effort, Fields, OpenAIBody, RefusedFields, UpstreamRequest, read_chat
 from tidewheel.gateway.errors import FieldMissing, PreviousResponseMissing
 from tidewheel.gateway.output_parser import Reasoning
 from tidewheel_client.errors import PromptTooLarge, Unsupported
@@ -52,7 +52,7 @@ _FORMS = {  # prefix of the item's id, name of its events, and of its text
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None  # thoughts come in full
 
 
@@ -150,9 +150,7 @@ class ResponseTurn:
         params |= {"tool_choice": _tool_choice(body.tool_choice), "parallel_tool_calls": body.parallel_tool_calls}
         if body.max_output_tokens is not None:
             params["max_tokens"] = body.max_output_tokens
-        thinks = None if effort is None else effort != "none"
-        variables = blocks.template_variables(body.chat_template_kwargs, thinks=thinks, effort=effort)
-        params["chat_template_kwargs"] = variables
+        params |= {"reasoning_effort": effort, "chat_template_kwargs": body.chat_template_kwargs or {}}
         params["response_format"] = blocks.response_format(body.text.format)
         self.is_stored &= body.store is not False
         request = read_chat(params)
@@ -221,6 +219,8 @@ def _tool_choice(choice: str | Json) -> str | Json:
     match choice:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "tools": list(tools), **others}:
+            return {"type": "allowed_tools", "allowed_tools": others | {"tools": list(map(_tool_choice, tools))}}
     return choice
 
 

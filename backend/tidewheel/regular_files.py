@@ -15,11 +15,16 @@ MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
 
 def open_regular(path: Path) -> BinaryIO:
     """Raise `OSError` for a pipe or device, whose read might never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
+
+
+def open_descriptor(path: Path, flags: int) -> int:
+    """Open a file; a new one has mode 0600. Raise `OSError` for a pipe or device."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+    return descriptor
 
 
 def read_at_most(path: Path, limit: int) -> bytes:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,13 +15,14 @@ from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.output import Response
 from tidewheel.frontend.request_parameters import AnyTask
 from tidewheel.frontend.settings import STDERR
+from tidewheel.regular_files import open_descriptor
 from tidewheel.request import FinishReason, Priority
 
 MAX_EVENTS = 8192
 FLUSH_S = 0.2
 _STDERR_FD = 2
 _MAX_ID_CHARS = 256
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NOCTTY
 _WARN_S = 10.0
 _NS_PER_MS = 1e6
 _NOT_LOGGED = ("arrival_ns", "end_ns", "scheduled_ns", "first_token_ns", "last_token_ns", "traceparent")
@@ -146,14 +146,14 @@ class RequestLog:
         self._model = model
         self._is_torn = False  # the last write ended inside a line
         try:
-            self._descriptor = _STDERR_FD if self._path is None else _open(self._path)
+            self._descriptor = _STDERR_FD if self._path is None else open_descriptor(self._path, _FLAGS)
         except OSError as error:
             raise ConfigError(f"request_log is {target!r}: it cannot be written ({error.strerror})") from None
 
     def write(self, ended: list[EndedRequest]) -> None:
         """Append a line for each request. Raise `OSError`."""
         if self._path is not None and not _is_at(self._path, self._descriptor):
-            descriptor = _open(self._path)
+            descriptor = open_descriptor(self._path, _FLAGS)
             os.close(self._descriptor)
             self._descriptor, self._is_torn = descriptor, False
         wall_ns = wall_offset_ns()
@@ -169,14 +169,6 @@ class RequestLog:
         self._is_torn = data[:num_written][-1:] not in (b"", b"\n")
         if num_written < len(data):
             raise OSError(f"{num_written} of {len(data)} bytes were written")
-
-
-def _open(path: Path) -> int:
-    descriptor = os.open(path, _FLAGS, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "it is not a regular file", str(path))
-    return descriptor
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

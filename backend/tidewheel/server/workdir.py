@@ -163,20 +163,16 @@ def control_of(port: int | None) -> Path:
     return work.control
 
 
-@contextlib.contextmanager
-def ports_file(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
-    """Keep the ports in a file during the block. Raise `ServeError` if it cannot be written."""
-    if path is None:
-        yield
-        return
-    try:
-        write_value(path, endpoints)
-    except OSError as error:
-        raise ServeError(f"--ports-file {str(path)!r} cannot be written: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        _unlink(path)
+def ports_file(path: Path | None, endpoints: Endpoints) -> contextlib.ExitStack:
+    """Write the ports to a file, which the end of the block removes. Raise `ServeError` if it cannot be written."""
+    end = contextlib.ExitStack()
+    if path is not None:
+        try:
+            write_value(path, endpoints)
+        except OSError as error:
+            raise ServeError(f"--ports-file {str(path)!r} cannot be written: {error.strerror}") from None
+        end.callback(_unlink, path)
+    return end
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from tidewheel_client.answers import Completion
@@ -62,6 +62,7 @@ class WorkerFigures:
     given_back: int = 0
 
 
+@dataclass(eq=False, repr=False)  # `where` may hold a password
 class Worker:
     """Worker that answers a queue's jobs through `client`, and writes the results.
 
@@ -69,22 +70,17 @@ class Worker:
     result, however often it begins. `run` returns after `stop`; cancelled, it gives no jobs back.
     """
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        where: str | Path,
-        *,
-        name: str = "default",
-        options: WorkerOptions | None = None,
-        note: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    client: AsyncClient
+    where: str | Path
+    _: KW_ONLY
+    name: str = "default"  # of the queue
+    options: WorkerOptions = WorkerOptions()
+    note: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self.figures = WorkerFigures()
         self.consumer = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._client = client
-        self._where = where
-        self._names = QueueNames(name)
-        self._options = options or WorkerOptions()
-        self._note = note
+        self._names = QueueNames(self.name)
         self._held: dict[str, asyncio.Task[None]] = {}
         self._taking = asyncio.Lock()  # a job being taken is not yet in `_held`
         self._wake = AsyncEvent()
@@ -92,15 +88,15 @@ class Worker:
         self._num_takes = 0
         self._next_claim = 0.0
         self._gone: dict[str, str] = {}  # as for `take`
-        self._gate = ServerGate(client, note, self._wake.set)
+        self._gate = ServerGate(self.client, self.note, self._wake.set)
 
     async def run(self) -> None:
         """Answer jobs until `stop`. Raise `RequestError` if Redis is away at the start."""
-        endpoint = await RedisEndpoint.open(self._where)
+        endpoint = await RedisEndpoint.open(self.where)
         try:
-            self._store = WorkerStore(endpoint, self._names, self.consumer, self._options.max_attempts, self._note)
+            self._store = WorkerStore(endpoint, self._names, self.consumer, self.options.max_attempts, self.note)
             if not endpoint.writes_file:
-                self._note(f"Redis at {endpoint.name} writes no append-only file: jobs are lost when it ends")
+                self.note(f"Redis at {endpoint.name} writes no append-only file: jobs are lost when it ends")
             self._finishes: Batcher[FinishedJob, bool] = Batcher(self._store.finish)
             self._emits: Batcher[StreamChunk, None] = Batcher(self._store.emit)
             async with asyncio.TaskGroup() as group:
@@ -129,11 +125,11 @@ class Worker:
     async def _take(self, group: asyncio.TaskGroup) -> None:
         while not self._is_stopping:
             self._wake.clear()
-            room = self._options.concurrency - len(self._held)
+            room = self.options.concurrency - len(self._held)
             if room > 0 and self._gate.is_open:
                 if await self._take_some(group, room):
                     continue
-                if self._options.until_empty and not self._held and not await self._store.has_jobs():
+                if self.options.until_empty and not self._held and not await self._store.has_jobs():
                     return
             await self._wake.wait_for(_LOOK_EVERY_S)
 
@@ -159,8 +155,8 @@ class Worker:
 
     async def _drain(self) -> None:
         if self._held:
-            self._note(f"finishing {len(self._held)} jobs, for up to {self._options.drain_s:g} s")
-            _, late = await asyncio.wait(self._held.values(), timeout=self._options.drain_s)
+            self.note(f"finishing {len(self._held)} jobs, for up to {self.options.drain_s:g} s")
+            _, late = await asyncio.wait(self._held.values(), timeout=self.options.drain_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -168,8 +164,8 @@ class Worker:
         await self._store.leave()
 
     async def _beat(self) -> None:
-        beat_s = min(_LOOK_EVERY_S, self._options.lease_s / _BEATS_PER_LEASE)
-        watch = SilenceWatch(math.ceil(self._options.lease_s / beat_s))
+        beat_s = min(_LOOK_EVERY_S, self.options.lease_s / _BEATS_PER_LEASE)
+        watch = SilenceWatch(math.ceil(self.options.lease_s / beat_s))
         while True:
             lost, others = await self._store.beat(list(self._held))
             for job_id in lost:
@@ -226,7 +222,7 @@ class Worker:
                 reason = f"{type(error).__name__}: {error}"
             if not await self._store.fail(taken.id, attempt, reason):
                 self.figures.dead += 1
-                self._note(
+                self.note(
                     f"job {taken.id} is given up, or another worker's: `tidewheel results --dead` has the reason"
                 )
                 return None
@@ -238,9 +234,9 @@ class Worker:
         if end < math.inf:
             arguments["deadline_ms"] = max(1, int(1e3 * (end - time.monotonic())))
         if not job.stream:
-            return await self._client.generate(**arguments)
+            return await self.client.generate(**arguments)
         chunks, written = [], None
-        async with self._client.stream(**arguments) as stream:
+        async with self.client.stream(**arguments) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
                 if chunk.text:

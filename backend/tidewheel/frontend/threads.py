@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 from tidewheel.frontend.live_request import LiveRequest, TokenColumns
@@ -52,23 +53,18 @@ class Workers(Generic[T]):
             del item  # with its prompt, before the wait for another
 
 
+@dataclass(eq=False)
 class Watcher:
     """Thread that calls `expire` at deadlines and `cancel` when a client is gone, every `interval_s`."""
 
-    def __init__(
-        self,
-        live: Mapping[int, LiveRequest],
-        cancel: _End,
-        expire: _End,
-        *,
-        interval_s: float,
-        share: float = ASKING_SHARE,
-    ) -> None:
-        self._live = live
-        self._cancel = cancel
-        self._expire = expire
-        self._interval_s = interval_s
-        self._asking_s = share * interval_s
+    live: Mapping[int, LiveRequest]
+    cancel: _End
+    expire: _End
+    _: KW_ONLY
+    interval_s: float
+    share: float = ASKING_SHARE
+
+    def __post_init__(self) -> None:
         self._sweep: Iterator[LiveRequest] = iter(())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
@@ -80,10 +76,10 @@ class Watcher:
 
     def expire_due(self) -> None:
         now_ns = time.monotonic_ns()
-        for request in list(self._live.values()):
+        for request in list(self.live.values()):
             if 0 < request.expires_ns <= now_ns:
                 request.expires_ns = 0
-                self._expire(request)
+                self.expire(request)
 
     def poll(self, budget_s: float) -> None:
         """Ask Triton which clients have disconnected, for `budget_s` seconds."""
@@ -92,7 +88,7 @@ class Watcher:
             self._ask(request)
             if time.monotonic() >= deadline:
                 return
-        self._sweep = iter(list(self._live.values()))
+        self._sweep = iter(list(self.live.values()))
 
     def _ask(self, request: LiveRequest) -> None:
         try:
@@ -101,40 +97,34 @@ class Watcher:
             logger.exception("could not ask whether a client is still there: its request is cancelled")
             is_cancelled = True
         if is_cancelled:
-            self._cancel(request)
+            self.cancel(request)
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._interval_s):
+        while not self._stopped.wait(self.interval_s):
             try:
                 self.expire_due()
-                self.poll(self._asking_s)
+                self.poll(self.share * self.interval_s)
             except Exception:
                 logger.exception("a round of deadlines and cancellations failed")
 
 
+@dataclass(eq=False)
 class ResponseSenders:
     """Threads that send responses in turns (`LiveRequest`).
 
     First tokens and ends go first, then streams whose last turn is a `ResponseInterval` ago.
     """
 
-    def __init__(
-        self,
-        settings: FrontendSettings,
-        live: Mapping[int, LiveRequest],
-        columns: TokenColumns,
-        answer: Callable[[LiveRequest, int], None],
-        engine_pid: int,
-    ) -> None:
-        """A turn calls `answer(request, begin_ns)`, in monotonic ns."""
-        self._live = live
-        self._columns = columns
-        self._answer = answer
-        num_senders = settings.num_sender_threads
-        self._interval = ResponseInterval(
-            1e-3 * settings.stream_interval_ms, num_senders, len(os.sched_getaffinity(0))
-        )
-        self._meter = ProcessorMeter(os.getppid(), engine_pid)  # the parent is tritonserver
+    settings: FrontendSettings
+    live: Mapping[int, LiveRequest]
+    columns: TokenColumns
+    answer: Callable[[LiveRequest, int], None]  # takes a turn, which begins at a monotonic time (ns)
+    engine_pid: int
+
+    def __post_init__(self) -> None:
+        longest_s, num_senders = 1e-3 * self.settings.stream_interval_ms, self.settings.num_sender_threads
+        self._interval = ResponseInterval(longest_s, num_senders, len(os.sched_getaffinity(0)))
+        self._meter = ProcessorMeter(os.getppid(), self.engine_pid)  # the parent is tritonserver
         self._changed = threading.Condition()
         self._has_timekeeper = False  # among the threads that wait
         self._look_ns = 0  # next look: many due streams at once cost less
@@ -166,7 +156,7 @@ class ResponseSenders:
                 if self._is_closed:
                     return None
                 self._wait()
-            if self._urgent or self._due or not (self._has_timekeeper or self._columns.next_taken_ns() is None):
+            if self._urgent or self._due or not (self._has_timekeeper or self.columns.next_taken_ns() is None):
                 self._changed.notify()
             return request
 
@@ -184,9 +174,9 @@ class ResponseSenders:
         if not self._due and (now_ns := time.monotonic_ns()) >= self._look_ns:
             interval_ns = self._interval_ns()
             self._look_ns = now_ns + interval_ns // _LOOKS
-            self._due.extend(self._columns.due(now_ns - interval_ns))
+            self._due.extend(self.columns.due(now_ns - interval_ns))
         while self._due:
-            request = self._live.get(self._due.popleft())
+            request = self.live.get(self._due.popleft())
             if request is not None and request.claim_turn():
                 return request
         return None
@@ -194,20 +184,20 @@ class ResponseSenders:
     def _interval_ns(self) -> int:
         if (use := self._meter.read()) is not None:
             self._interval.observe(use)
-        return int(1e9 * self._interval.seconds(self._columns.num_awaited()))
+        return int(1e9 * self._interval.seconds(self.columns.num_awaited()))
 
     def _seconds_to_wait(self) -> float | None:
-        taken_ns = self._columns.next_taken_ns()
+        taken_ns = self.columns.next_taken_ns()
         if taken_ns is None:
-            return _LOOK_S if self._live else None  # a held-up thread may leave tokens
+            return _LOOK_S if self.live else None  # a held-up thread may leave tokens
         return max(taken_ns + self._interval_ns(), self._look_ns) * 1e-9 - time.monotonic()
 
     def _turn(self, request: LiveRequest) -> None:
         begin_ns, processor_s = time.monotonic_ns(), time.thread_time()
-        self._answer(request, begin_ns)
+        self.answer(request, begin_ns)
         processor_s = time.thread_time() - processor_s
         if request.end_turn():
             self.put(request)
         elif request.wants_chunks:
-            self._columns.await_tokens(request.key, has_output=request.has_deltas)
+            self.columns.await_tokens(request.key, has_output=request.has_deltas)
         self._interval.add_turn(1e-9 * (time.monotonic_ns() - begin_ns), processor_s)

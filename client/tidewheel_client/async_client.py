@@ -4,7 +4,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, overload
+from typing import Any, ClassVar, Literal, overload
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -24,7 +24,7 @@ _POLL_S = 0.1
 _NUM_PREVIEWS = 10
 
 
-class AsyncClient:
+class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
     """Client of one model on one server, for one event loop. Methods raise `RequestError`.
 
     `url` is `HOST:PORT` of Triton's gRPC service, or the `http://` or `https://` URL of its HTTP endpoints.
@@ -235,9 +235,6 @@ class AsyncClient:
     async def close(self, /) -> None:
         """Close the connection, cancelling running requests."""
         await self._transport.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

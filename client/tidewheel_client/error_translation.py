@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING
+
+import grpc
 
 from tidewheel_client import errors
 from tidewheel_client.errors import RequestError, ServerUnavailable, from_tagged
-
-if TYPE_CHECKING:
-    import grpc
 
 _BY_GRPC_STATUS: dict[str, type[RequestError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,

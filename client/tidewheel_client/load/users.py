@@ -53,14 +53,21 @@ class LoadUser(User):
 
     @task
     def ask(self) -> None:
-        request, timing, error = self._work.next(), Timing(), None
-        self._retry_after_s = 0.0
+        request, timing = self._work.next(), Timing()
+        error = self._try_sending(request, timing)
+        self._retry_after_s = 0.0 if error is None else (error.retry_after_ms or 0) / 1e3
+        self._reporter.report(request, timing, error)
+
+    def _try_sending(self, request: LoadRequest, timing: Timing) -> RequestError | None:
         try:
             self.send(request, timing)
-        except RequestError as raised:
-            error = raised
-            self._retry_after_s = (error.retry_after_ms or 0) / 1e3
-        self._reporter.report(request, timing, error)
+        except RequestError as error:
+            return error
+        except requests.Timeout:
+            return RequestTimeout("the time limit of the request has passed")
+        except requests.RequestException as error:
+            return ServerUnavailable(f"{self.host}: {error}")
+        return None
 
     def target_model(self) -> str:
         return str(self.options.model)
@@ -75,7 +82,7 @@ class LoadUser(User):
         raise NotImplementedError
 
     def send(self, request: LoadRequest, timing: Timing) -> None:
-        """Raise `RequestError` unless the answer is complete."""
+        """Raise `RequestError` or `requests.RequestException` unless the answer is complete."""
         raise NotImplementedError
 
 
@@ -106,17 +113,6 @@ class _HttpUser(LoadUser):
         session.trust_env = False  # no web proxy
         return session
 
-    def send(self, request: LoadRequest, timing: Timing) -> None:
-        try:
-            self.post(request, timing)
-        except requests.Timeout:
-            raise RequestTimeout("the time limit of the request has passed") from None
-        except requests.RequestException as error:
-            raise ServerUnavailable(f"{self.host}: {error}") from None
-
-    def post(self, request: LoadRequest, timing: Timing) -> None:
-        raise NotImplementedError
-
     def post_json(self, path: str, body: dict[str, Any], *, stream: bool = False) -> Any:
         """Return the response to a JSON body. Raise `RequestError` for a refusal."""
         url = f"{str(self.host).rstrip('/')}/{path}"
@@ -139,7 +135,7 @@ class _HttpUser(LoadUser):
 class HttpStreamUser(_HttpUser):
     kind = "SSE"
 
-    def post(self, request: LoadRequest, timing: Timing) -> None:
+    def send(self, request: LoadRequest, timing: Timing) -> None:
         flags = {"return_num_output_tokens": True, "return_finish_reason": True}
         body = {"text_input": request.prompt, **flags, **request.parameters}
         finish_reason = "None"
@@ -154,7 +150,7 @@ class OpenAiUser(_HttpUser):
     kind = "OPENAI"
     host = "http://127.0.0.1:8080"
 
-    def post(self, request: LoadRequest, timing: Timing) -> None:
+    def send(self, request: LoadRequest, timing: Timing) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}  # an event may hold several tokens
         body = {"model": self.target_model(), "prompt": request.prompt, "stream_options": options}
         num_tokens, is_over = 0, False
@@ -174,7 +170,7 @@ class HttpInferUser(_HttpUser):
     def target_model(self) -> str:
         return self.options.infer_model or f"{self.options.model}_infer"
 
-    def post(self, request: LoadRequest, timing: Timing) -> None:
+    def send(self, request: LoadRequest, timing: Timing) -> None:
         body: dict[str, Any] = {
             "inputs": [
                 _tensor("text_input", "BYTES", request.prompt),

@@ -107,20 +107,17 @@ class TerminalApp(App[None]):
     def action_help(self) -> None:
         self.push_screen(QuestionScreen(_HELP, keys="Press any key."))
 
-    def action_cancel(self) -> None:
+    @work(exclusive=True, group="question")
+    async def action_cancel(self) -> None:
         self.screen.add_class("requests-only")
         chosen = self._lines.get(self._chosen_key())
         if chosen is None:
             self.notify("no request is chosen")
             return
-
-        def answer(is_wanted: bool | None) -> None:
-            if is_wanted:
-                self._cancel(chosen)
-
         cells = request_cells(chosen)
         question = f"Cancel request {cells[-1]} of tenant {cells[-2]}, {cells[2]} old?\nIts client is told so."
-        self.push_screen(QuestionScreen(question, keys="y: cancel it    any other key: leave it"), answer)
+        if await self.push_screen_wait(QuestionScreen(question, keys="y: cancel it    any other key: leave it")):
+            self._cancel(chosen)
 
     def _tick(self) -> None:
         if not self._is_paused:

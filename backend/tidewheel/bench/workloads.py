@@ -14,6 +14,7 @@ import numpy as np
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.outcome import Conversation, OfferedRequest
+from tidewheel.workload.agents import AgentLoad, agents_trace
 from tidewheel.workload.lengths import LengthRange, Lengths
 from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import NOBODY, Trace
@@ -123,6 +124,33 @@ class Workload:
 
 
 def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
+    follows, next_turns = np.isfinite(trace.pauses).tolist(), trace.next_turns()
+    for index, offered in enumerate(_recorded_requests(workload, trace)):
+        if not follows[index]:
+            yield (offered,) if index not in next_turns else _recorded_turns(workload, trace, index, next_turns)
+
+
+def _recorded_turns(workload: Workload, trace: Trace, first: int, next_turns: Mapping[int, int]) -> Conversation:
+    """Return a session's turns. The ids of each are those that follow the turn before and its answer."""
+    rng = np.random.default_rng([3, int(trace.sessions[first])])
+    turns, length, index = list[OfferedRequest](), 0, first
+    while True:
+        num_prompt, num_output = int(trace.prompt_tokens[index]), int(trace.output_tokens[index])
+        if max(num_prompt, length + 1) + num_output > workload.max_tokens and turns:
+            return tuple(turns)
+        num_prompt = max(min(num_prompt, workload.max_tokens - 1), length + 1)
+        num_output = min(num_output, workload.max_tokens - num_prompt)
+        ids = rng.integers(FIRST_ID, workload.vocab, num_prompt - length).tolist()
+        pause = float(trace.pauses[index]) if turns else 0.0
+        parameters = _recorded_parameters(trace, index)
+        turns.append(OfferedRequest(float(trace.arrivals[index]), ids, num_output, parameters, pause))
+        length = num_prompt + num_output
+        if index not in next_turns:
+            return tuple(turns)
+        index = next_turns[index]
+
+
+def _recorded_requests(workload: Workload, trace: Trace) -> Iterator[OfferedRequest]:
     for index in range(len(trace)):
         session, group = int(trace.sessions[index]), int(trace.prefix_groups[index])
         num_prompt = min(int(trace.prompt_tokens[index]), workload.max_tokens - 1)
@@ -131,7 +159,7 @@ def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
         shared = np.random.default_rng([2, max(0, group)]).integers(FIRST_ID, workload.vocab, num_shared)
         ids = [*shared.tolist(), *own.integers(FIRST_ID, workload.vocab, num_prompt)[num_shared:].tolist()]
         num_output = min(int(trace.output_tokens[index]), workload.max_tokens - num_prompt)
-        yield (OfferedRequest(float(trace.arrivals[index]), ids, num_output, _recorded_parameters(trace, index)),)
+        yield OfferedRequest(float(trace.arrivals[index]), ids, num_output, _recorded_parameters(trace, index))
 
 
 def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
@@ -166,16 +194,23 @@ WORKLOADS: Mapping[str, Workload] = {
     "mix": dataclasses.replace(_MIXED, name="mix", kinds=MIX),
     "critical": dataclasses.replace(_MIXED, name="critical", kinds=MIX[:1]),
 }
-SYNTAX = f"{', '.join(WORKLOADS)}, sharegpt:SCALE or trace:FILE"
+TRACES = ("trace", "agents")  # with arrivals of their own
+SYNTAX = f"{', '.join(WORKLOADS)}, sharegpt:SCALE, agents[:SCALE] or trace:FILE"
 
 
 def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int, max_tokens: int) -> Workload:
     """Return a named workload, with other lengths if given. Raise `BenchError` or `ConfigError`."""
     name, _, argument = text.partition(":")
-    if name == "trace" and argument:
-        if inputs or outputs:
-            raise BenchError("--input and --output do not go with a trace: it has its own lengths")
-        one, path = Lengths("constant", 1), Path(argument)
+    if name in TRACES and (inputs or outputs):
+        raise BenchError("--input and --output do not go with a trace: it has its own lengths")
+    one = Lengths("constant", 1)
+    if name == "agents":
+        scale = _scale(argument) if argument else 1.0
+        trace = agents_trace(AgentLoad(token_scale=scale, time_scale=scale, max_tokens=max_tokens))
+        source = f"{len(trace)} turns of 64 agents by TraceLab (arXiv 2606.30560), times {scale:g}"
+        workload = Workload(text, one, one, source=source, trace=trace)
+    elif name == "trace" and argument:
+        path = Path(argument)
         trace, digest = read_trace(path), hashlib.sha256(path.read_bytes()).hexdigest()
         num_cut = int((trace.prompt_tokens + trace.output_tokens > max_tokens).sum())
         source = f"{len(trace)} requests, SHA-256 {digest[:16]}, {num_cut} of them cut to {max_tokens} tokens"
@@ -210,4 +245,4 @@ def _scale(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0.001 <= (scale := float(text)) <= 100.0:
             return scale
-    raise BenchError(f"--workload sharegpt:{text}: the scale must be a number from 0.001 to 100")
+    raise BenchError(f"--workload has the scale {text}: the scale must be a number from 0.001 to 100")

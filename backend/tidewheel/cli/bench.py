@@ -64,7 +64,7 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
     seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
     number: dict[str, Any] = {"type": functools.partial(_at_least, 1), "metavar": "N"}
     lengths: dict[str, Any] = {"default": "", "metavar": "LENGTHS"}
-    workloads = "fixed, mixed, sharegpt[:SCALE], chat, shared-prefix, qos, mix, critical, trace:FILE"
+    workloads = "fixed, mixed, sharegpt[:SCALE], chat, shared-prefix, qos, mix, critical, agents[:SCALE], trace:FILE"
     load.add_argument("--workload", metavar="NAME", help=workloads)
     load.add_argument("--input", **lengths, help="prompt tokens: range:16:128, lognormal:128:1.0:512 …")
     load.add_argument("--output", **lengths, help="output tokens, likewise")

@@ -21,7 +21,7 @@ from tidewheel.bench.run_plan import PlannedStage
 from tidewheel.bench.suites import BenchSuite
 from tidewheel.bench.targets import BenchTarget, parse_one_shot, parse_targets
 from tidewheel.bench.terminal import result_tables
-from tidewheel.bench.workloads import Workload, parse_workload
+from tidewheel.bench.workloads import TRACES, Workload, parse_workload
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 from tidewheel.server.repository import parse_settings
@@ -91,10 +91,11 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> PlannedSta
     if args.load and args.suite != "run":
         raise UsageError(f"--load goes with --suite run: {args.suite} finds its loads by itself")
     name = args.workload or workload
-    chosen = args.load or (["trace"] if name.startswith("trace:") else loads)
+    has_arrivals = name.partition(":")[0] in TRACES
+    chosen = args.load or (["trace"] if has_arrivals else loads)
     parsed = tuple(load for one in chosen for load in parse_loads(one, args.seconds))
-    if args.suite == "run" and any(load.kind == "trace" for load in parsed) != name.startswith("trace:"):
-        raise UsageError("--load trace and --workload trace:FILE go together")
+    if args.suite == "run" and any(load.kind == "trace" for load in parsed) != has_arrivals:
+        raise UsageError("--load trace and --workload trace:FILE or agents go together")
     return PlannedStage(
         name=suite or args.suite,
         title="Results" if (suite or args.suite) == "run" else f"{text[0].upper()}{text[1:]}",

@@ -1,7 +1,7 @@
 """Time of a step from its contents.
 
     seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
-                  + encoder_tokens · f
+                  + encoder_tokens · f + swapped_bytes · h
 
 *overhead* includes reading the weights; *gemm*, the products' time beyond that, is piecewise linear and never falls
 (roofline: Williams, Waterman, Patterson, CACM 2009). A step without text, of a shape that was measured, takes
@@ -47,6 +47,7 @@ class CostModel:
     seconds_per_sample: float = 0.0
     seconds_per_new_row: float = 0.0
     seconds_per_encoder_token: float = 0.0
+    seconds_per_swapped_byte: float = 0.0  # between KV cache and host tier, one way
     shapes: dict[str, tuple[float, float]] = field(default_factory=dict)  # overhead and seconds per token, by bucket
     quantized_share: float | None = None  # of overhead and gemm, with quantised weights; None: not measured
     turn_overhead_s: float = 0.0
@@ -136,6 +137,9 @@ class CostModel:
             + self.seconds_per_encoder_token * step.encoder_tokens
         )
 
+    def swap_seconds(self, num_blocks: int, block_size: int) -> float:
+        return num_blocks * block_size * self.kv_bytes_per_token * self.seconds_per_swapped_byte
+
     def turn_seconds(self, num_rows: int) -> float:
         return self.turn_overhead_s + self.turn_seconds_per_row * num_rows
 
@@ -154,7 +158,7 @@ class CostModel:
             raise ConfigError(f"cannot read the cost model {path}: {error}") from None
 
 
-# Llama-3.1-8B, bfloat16, one H200: 80 % and 60 % of 4.8 TB/s and 989 TFLOP/s (dense).
+# Llama-3.1-8B, bfloat16, one H200: 80 % of 4.8 TB/s and of PCIe's 64 GB/s, 60 % of 989 TFLOP/s (dense).
 H200_8B = CostModel.from_device(
     "h200-8b",
     num_parameters=8.03e9,
@@ -166,5 +170,6 @@ H200_8B = CostModel.from_device(
     device="NVIDIA H200 (from its data sheet)",
     block_size=64,
     num_blocks=12_000,
+    seconds_per_swapped_byte=1 / (0.8 * 64e9),
 )
 BUILT_IN = {H200_8B.name: H200_8B}

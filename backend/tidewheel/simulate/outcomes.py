@@ -54,6 +54,7 @@ class SimulationOutcomes:
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
         self.trace = trace
+        self.arrivals = trace.arrivals.copy()  # of turns after a pause: set as they arrive
         self.ends, self.replicas = np.full(count, UNKNOWN), np.full(count, -1)
         self.first_scheduled, self.first_token, self.last_token = (np.full(count, np.nan) for _ in range(3))
         self.output_tokens, self.cached_tokens, self.preemptions = (np.zeros(count, np.int32) for _ in range(3))
@@ -87,15 +88,15 @@ class SimulationOutcomes:
 
     @property
     def ttft(self) -> FloatArray:
-        return self.first_token - self.trace.arrivals
+        return self.first_token - self.arrivals
 
     @property
     def latency(self) -> FloatArray:
-        return self.last_token - self.trace.arrivals
+        return self.last_token - self.arrivals
 
     @property
     def queue_time(self) -> FloatArray:
-        return self.first_scheduled - self.trace.arrivals
+        return self.first_scheduled - self.arrivals
 
     @property
     def tpot(self) -> FloatArray:
@@ -182,7 +183,7 @@ def summarise(outcomes: SimulationOutcomes) -> Figures:
 
 def served_tokens(outcomes: SimulationOutcomes) -> dict[str, float]:
     trace = outcomes.trace
-    done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
+    done = outcomes.finished & (outcomes.last_token <= outcomes.arrivals.max())
     tokens = np.where(done, trace.prompt_tokens + outcomes.output_tokens, 0)
     sums = np.bincount(trace.tenants, weights=tokens, minlength=len(trace.tenant_names))
     present = np.bincount(trace.tenants, minlength=len(trace.tenant_names)) > 0

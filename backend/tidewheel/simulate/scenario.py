@@ -188,6 +188,7 @@ def simulator_of(
         cost,
         num_rows=info.max_num_seqs,
         max_model_len=info.max_model_len,
+        block_size=info.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         session_ttl_s=config.session_ttl_s,
         **deployment,
@@ -198,6 +199,8 @@ def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int)
     block_size = config.block_size or cost.block_size
     num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
     device = cost.device or cost.name
+    block_bytes = block_size * cost.kv_bytes_per_token
+    num_host_blocks = int(config.swap_space * 2**30 / block_bytes)
     return EngineInfo(
         pid=0,
         model=config.model,
@@ -212,7 +215,9 @@ def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int)
         num_blocks=num_blocks,
         weights_bytes=round(cost.weights_bytes),
         activation_bytes=0,
-        kv_cache_bytes=round(num_blocks * block_size * cost.kv_bytes_per_token),
+        kv_cache_bytes=round(num_blocks * block_bytes),
+        num_host_blocks=num_host_blocks,
+        swap_seconds_per_block=cost.swap_seconds(1, block_size) if num_host_blocks else None,
         enable_prefix_caching=config.enable_prefix_caching,
         load_seconds=0.0,
         async_scheduling=is_async(config, device),

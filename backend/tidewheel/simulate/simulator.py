@@ -45,6 +45,7 @@ class EngineReplica:
         ended: Told,
         *,
         num_rows: int,
+        block_size: int = 1,
         has_tokens: bool = False,
         has_deadlines: bool = False,
     ) -> None:
@@ -57,6 +58,7 @@ class EngineReplica:
         self._started = started
         self._ended = ended
         self._has_deadlines = has_deadlines
+        self._block_size = block_size
         self._requests = requests
         self._pool = requests.pool if has_tokens else None  # None: equal tokens
         self._is_idle = True
@@ -135,6 +137,9 @@ class EngineReplica:
         for new in batch.new_rows:
             self._last_positions[new.row], self._offsets[new.row] = self._lasts[new.request.request_id]
         seconds = self._cost.step_seconds(step_features(batch), batch.weights)
+        moves = batch.transfers
+        if num_swapped := len(moves.swap_in_blocks) + len(moves.swap_out_blocks):
+            seconds += self._cost.swap_seconds(num_swapped, self._block_size)
         self._device_free = max(now, self._device_free) + seconds
         self._in_flight.append((batch, self._device_free))
         self.busy_seconds += seconds
@@ -180,6 +185,7 @@ class Simulator:
         *,
         num_rows: int,
         max_model_len: int,
+        block_size: int = 1,
         enable_prefix_caching: bool = True,
         session_ttl_s: float = 300.0,
         num_replicas: int = 1,
@@ -203,6 +209,8 @@ class Simulator:
         self._next_turns: dict[int, float] = {}  # by replica
         self.now = 0.0
         self._held: deque[int] = deque()  # arrived while no replica was ready
+        self._next_turns_of_sessions = trace.next_turns()
+        self._pausing: list[tuple[float, int]] = []  # heap of (arrival, request) after a pause
         self.outcomes = SimulationOutcomes(trace)
 
         def make_replica(number: int) -> SimulatedReplica:
@@ -216,6 +224,7 @@ class Simulator:
                 self._started,
                 self._ended,
                 num_rows=num_rows,
+                block_size=block_size,
                 has_tokens=enable_prefix_caching,
                 has_deadlines=bool(np.isfinite(trace.deadlines).any()),
             )
@@ -227,9 +236,11 @@ class Simulator:
         return self.fleet.replicas
 
     def run(self) -> SimulationOutcomes:
+        follows = np.isfinite(self._trace.pauses).tolist()
         for index, arrival in enumerate(self._trace.arrivals.tolist()):
-            self._advance(arrival, index)
-            self._arrive(index, arrival)
+            if not follows[index]:
+                self._advance(arrival, index)
+                self._arrive(index, arrival)
         self._finish()
         self.outcomes.check_complete()
         return self.outcomes
@@ -261,15 +272,19 @@ class Simulator:
 
     def _finish(self) -> None:
         count, last = len(self._trace), float(self._trace.arrivals[-1])
-        while self._routed or self._held:
+        while self._routed or self._held or self._pausing:
             until = self.fleet.next_event
             if self._held and until > last + MOST_WAIT_S:
                 raise InternalError(f"{len(self._held)} requests wait for a replica, and none comes")
             self._advance(until, count)
 
     def _run_turns(self, until: float) -> None:
-        turns = self._turns
-        while turns and turns[0][0] <= until:
+        turns, pausing = self._turns, self._pausing
+        while (turns and turns[0][0] <= until) or (pausing and pausing[0][0] <= until):
+            if pausing and not (turns and turns[0][0] < pausing[0][0]):
+                now, index = heapq.heappop(pausing)
+                self._arrive(index, now)
+                continue
             now, number = turns[0]
             if self._next_turns.get(number) != now:  # stale
                 heapq.heappop(turns)
@@ -284,7 +299,7 @@ class Simulator:
                 heapq.heapreplace(turns, (next_turn, number))
 
     def _arrive(self, index: int, now: float) -> None:
-        self.now = now
+        self.now = self.outcomes.arrivals[index] = now
         if self.fleet.has_ready:
             self._send(index, now)
         else:
@@ -310,3 +325,8 @@ class Simulator:
         self.outcomes.record(index, number, request)
         self._router.ended(self._routed.pop(index))
         self.fleet.ended(number, self.now)
+        next_turn = self._next_turns_of_sessions.get(index)
+        if next_turn is not None:
+            ended = self.now if request.last_token_time is None else request.last_token_time
+            arrival = max(self.now, ended + float(self._trace.pauses[next_turn]))
+            heapq.heappush(self._pausing, (arrival, next_turn))

@@ -11,6 +11,8 @@
     deadline_s       seconds from arrival; absent: never
     encoder_tokens   computed of a request's audio as it enters
     bucket           shapes of a request without text: equal names may share a batch
+    pause_s          seconds from the end of the session's turn before; then `arrival` gives the order of turns alone
+    tool             a name; the tool that runs after this turn
 
 CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub), with dates, and of BurstGPT
 (Wang and others, arXiv 2401.17644), with seconds and without failed rows, are read too.
@@ -53,6 +55,8 @@ class _TraceRow(msgspec.Struct):
     deadline_s: _Seconds = math.inf
     encoder_tokens: _Tokens = 0
     bucket: _Name = ""
+    pause_s: _Seconds | None = None
+    tool: _Name = ""
 
 
 class _AzureRow(msgspec.Struct):
@@ -120,6 +124,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
     sessions: dict[str, int] = {}
     groups: dict[str, int] = {}
     buckets: dict[str, int] = {"": 0}
+    tools: dict[str, int] = {"": 0}
     arrivals = np.array([request.arrival for request in requests])
     columns = {
         "arrivals": arrivals - arrivals.min(),
@@ -133,15 +138,30 @@ def _trace(requests: list[_TraceRow]) -> Trace:
         "deadlines": [request.deadline_s for request in requests],
         "encoder_tokens": [request.encoder_tokens for request in requests],
         "buckets": [_index(buckets, request.bucket) for request in requests],
+        "pauses": [math.nan if request.pause_s is None else request.pause_s for request in requests],
+        "tools": [_index(tools, request.tool) for request in requests],
     }
     order = np.argsort(arrivals, kind="stable")
+    _check_pauses([requests[index] for index in order])
     return Trace.of(
         **{name: np.array(column)[order] for name, column in columns.items()},
         tenant_names=tuple(tenants),
         session_names=tuple(sessions),
         prefix_names=tuple(groups),
         bucket_names=tuple(buckets),
+        tool_names=tuple(tools),
     )
+
+
+def _check_pauses(requests: Iterable[_TraceRow]) -> None:
+    seen = set[_Name]()
+    for request in requests:
+        if request.pause_s is not None and (request.session == "" or request.session not in seen):
+            raise ConfigError(
+                f"pause_s is {request.pause_s:g} at {request.arrival:g} s: no turn of session "
+                f"{request.session!r} comes before; leave it out of a first turn"
+            )
+        seen.add(request.session)
 
 
 def _index(names: dict[str, int], name: _Name) -> int:

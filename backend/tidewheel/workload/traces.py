@@ -37,6 +37,9 @@ class Trace:
     encoder_tokens: Int32Array  # of requests with audio
     buckets: Int32Array  # of requests without text
     bucket_names: tuple[str, ...] = ("",)
+    pauses: FloatArray  # seconds from the end of the session's turn before to the arrival; NaN: at `arrivals`
+    tools: Int32Array  # tool that runs after the request, until the session's next turn
+    tool_names: tuple[str, ...] = ("",)
 
     @classmethod
     def of(
@@ -52,6 +55,20 @@ class Trace:
 
     def bucket(self, index: int) -> str:
         return self.bucket_names[int(self.buckets[index])]
+
+    def tool(self, index: int) -> str:
+        return self.tool_names[int(self.tools[index])]
+
+    def next_turns(self) -> dict[int, int]:
+        """Return by request the session's next one, if that arrives a pause after it."""
+        follows = np.isfinite(self.pauses)
+        latest: dict[int, int] = {}
+        next_turns: dict[int, int] = {}
+        for index, session in enumerate(self.sessions.tolist() if follows.any() else ()):
+            if follows[index]:
+                next_turns[latest[session]] = index
+            latest[session] = index
+        return next_turns
 
     def session(self, index: int) -> str:
         return "" if self.sessions[index] == NOBODY else self.session_names[self.sessions[index]]
@@ -88,19 +105,20 @@ class Trace:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
         columns |= {"arrivals": np.zeros(count), "deadlines": np.full(count, np.inf)}
+        columns["pauses"] = np.full(count, np.nan)
         return dataclasses.replace(self, **columns)
 
 
 _DEFAULTS = {
     "priorities": Priority.NORMAL, "tenants": 0, "sessions": NOBODY, "prefix_groups": NOBODY, "prefix_tokens": 0,
-    "deadlines": math.inf, "encoder_tokens": 0, "buckets": 0,
+    "deadlines": math.inf, "encoder_tokens": 0, "buckets": 0, "pauses": math.nan, "tools": 0,
 }  # fmt: skip
 
 
 def _column(name: str, value: Any) -> Any:
     if name.endswith("_names"):
         return value
-    return np.asarray(value, dtype=np.float64 if name in ("arrivals", "deadlines") else np.int32)
+    return np.asarray(value, dtype=np.float64 if name in ("arrivals", "deadlines", "pauses") else np.int32)
 
 
 class PrefixMix(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 from collections.abc import Iterator
@@ -56,9 +57,16 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture
 def page(chromium: Browser, gateway: RunningGateway, triton: FakeTriton) -> Iterator[Browser]:
     chromium.driver.get(f"{gateway.url}/playground")
-    chromium.wait(lambda: chromium.find("#server").text == "1 model ready", "list of models")
+    chromium.run("localStorage.clear()")
+    open_page(chromium)
     yield chromium
     assert chromium.problems() == []
+
+
+def open_page(page: Browser) -> None:
+    """Load the page anew."""
+    page.driver.refresh()
+    page.wait(lambda: page.find("#server").text == "1 model ready", "list of models")
 
 
 def send(page: Browser, text: str = "one two three") -> None:
@@ -111,7 +119,8 @@ def test_nothing_is_loaded_from_elsewhere(gateway: RunningGateway, name: str) ->
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     text = answer.text
-    assert not re.search(r"""(https?:)?//[a-z]|\bon[a-z]+="|<style|style=|innerHTML|document\.write|Storage""", text)
+    assert not re.search(r"""(https?:)?//[a-z]|\bon[a-z]+="|<style|style=""", text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
     assert not re.search(r"<script(?! src=\"playground/)|@import|url\(", text)
 
 
@@ -149,7 +158,15 @@ def test_every_tag_has_what_to_do(gateway: RunningGateway) -> None:
 @needs_browser
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_chat_and_its_figures(page: Browser, triton: FakeTriton, is_streamed: bool) -> None:
-    triton.answer = say_twice if is_streamed else say
+    shown = threading.Event()
+
+    def say_slowly(asked: Asked) -> Answer:
+        first, second = say_twice(asked)
+        yield first
+        shown.wait(30)
+        yield second
+
+    triton.answer = say_slowly if is_streamed else say
     if not is_streamed:
         page.find("#stream").click()
     page.fill("#system", "Be short.")
@@ -157,19 +174,21 @@ def test_a_chat_and_its_figures(page: Browser, triton: FakeTriton, is_streamed: 
     page.fill("#temperature", "0.5")
     page.run("document.getElementById('priority').value = '1'")
     send(page, "first question")
+    page.wait(lambda: not is_streamed or page.texts(".text") == ["Hello"], "first text")
+    shown.set()
     wait_end(page)
     answer = "Hello you" if is_streamed else "ab"
     assert page.texts(".asked") == ["first question"]
-    assert page.texts("pre.text") == [answer]
-    shown = figures(page)
-    assert (shown["tokens in"], shown["tokens out"], shown["finish"]) == ("7", "2", "stop")
-    assert ("first token" in shown) == ("tokens/s" in shown) == is_streamed
+    assert page.texts(".text") == [answer]
+    found = figures(page)
+    assert (found["tokens in"], found["tokens out"], found["finish"]) == ("7", "2", "stop")
+    assert ("first token" in found) == ("tokens/s" in found) == is_streamed
     (asked,) = triton.asked
     assert asked.inputs["stream"] is is_streamed
     assert {name: asked.sampling[name] for name in ("max_tokens", "temperature", "priority")} == {
         "max_tokens": 50, "temperature": 0.5, "priority": 1,
     }  # fmt: skip
-    assert shown["request"] == asked.message.id
+    assert found["request"] == asked.message.id
     send(page, "second question")
     wait_end(page, 2)
     assert [(one["role"], one["content"]) for one in json.loads(triton.asked[1].inputs["messages"])] == [
@@ -185,7 +204,7 @@ def test_a_plain_prompt(page: Browser, triton: FakeTriton) -> None:
     assert not page.find("#system").is_displayed()
     page.fill("#prompt", "one two three\n")  # the enter key sends
     wait_end(page)
-    assert page.texts("pre.text") == ["one two three"]
+    assert page.texts(".text") == ["one two three"]
     (asked,) = triton.asked
     assert asked.inputs["text_input"] == "one two three"
 
@@ -196,10 +215,225 @@ def test_text_of_a_model_is_never_markup(page: Browser, triton: FakeTriton) -> N
     send(page, EVIL)
     wait_end(page)
     assert page.texts(".asked") == [EVIL]
-    assert page.run("return document.querySelector('pre.text').textContent") == EVIL
+    assert page.run("return document.querySelector('.text').textContent") == EVIL
     assert page.run("return document.querySelector('.thoughts pre').textContent") == EVIL
     assert page.run("return document.querySelectorAll('.turn img, .turn script').length") == 0
     assert page.driver.title == "Tidewheel playground"
+
+
+MARKDOWN = """\
+# Title of *it*
+**Bold**, `x < y` and [a link](https://example.com/a), [no link](javascript:alert(1)) https://b.example/c?d.
+
+1. one
+2. two
+   - nested
+
+```html
+<b>not bold</b>
+```
+
+| a | b |
+|---|---|
+| 1 | **2** |
+
+> said
+"""
+SHOWN = {
+    "h3": "Title of it", "h3 em": "it", "p strong": "Bold", "p code": "x < y", "ol > li ul > li": "nested",
+    "pre code": "<b>not bold</b>", "thead th": "a", "td strong": "2", "blockquote p": "said",
+}  # fmt: skip
+
+
+@needs_browser
+def test_an_answer_of_a_chat_is_markdown(page: Browser, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=MARKDOWN)
+    send(page)
+    wait_end(page)
+    assert {selector: page.texts(f".text {selector}")[0] for selector in SHOWN} == SHOWN
+    links = page.driver.find_elements("css selector", ".text a")
+    assert [link.get_attribute("href") for link in links] == ["https://example.com/a", "https://b.example/c?d"]
+    assert {(link.get_attribute("rel"), link.get_attribute("target")) for link in links} == {
+        ("noopener noreferrer", "_blank")
+    }
+    assert "[no link](javascript:alert(1))" in page.texts(".text p")[0]
+    page.find("input[value=prompt]").click()
+    send(page)
+    wait_end(page, 2)
+    assert page.texts(".text")[1] == MARKDOWN.strip()
+
+
+@needs_browser
+def test_growing_markdown_is_as_if_it_came_at_once(page: Browser) -> None:
+    assert page.run(
+        """
+        const [whole, grown] = [document.createElement("div"), document.createElement("div")];
+        showMarkdown(whole, arguments[0]);
+        for (let end = 0; end <= arguments[0].length; end += 1) showMarkdown(grown, arguments[0].slice(0, end));
+        return whole.innerHTML === grown.innerHTML && whole.children.length > 5;
+        """,
+        MARKDOWN,
+    )
+
+
+@needs_browser
+def test_no_text_becomes_another_element_or_takes_long(page: Browser) -> None:
+    pieces = [*"*_`~#>|![]()\\", "**", "```", "\n", "\n\n", "- ", "1. ", "  ", "\t", "|-|-|", "a", EVIL]
+    pieces += ["https://x", "data:x", "javascript:x"]
+    rng = random.Random(7)
+    texts = ["".join(rng.choices(pieces, k=rng.randint(1, 60))) for _ in range(1500)]
+    texts += [piece * 20_000 for piece in (*pieces, "- a\n", "**a ", "[a](", "[a](https://x ", "> ", "a|b\n-|-\n")]
+    found = page.run(
+        """
+        const pane = document.createElement("div");
+        for (const text of arguments[0]) pane.append(...blocksOf(text).map((source) => blockNode(source, 0)));
+        const names = [...pane.querySelectorAll("*")].map((node) => node.tagName);
+        const attributes = [...pane.querySelectorAll("*")].flatMap((node) => node.getAttributeNames());
+        const links = [...pane.querySelectorAll("a")].map((node) => node.protocol);
+        return [names, attributes, links].map((all) => [...new Set(all)]);
+        """,
+        texts,
+    )
+    names, attributes, links = map(set, found)
+    assert names >= {"P", "CODE", "STRONG", "EM", "LI", "A", "TABLE"}
+    assert names <= {
+        "P", "H3", "H4", "H5", "H6", "HR", "BLOCKQUOTE", "UL", "OL", "LI", "PRE", "CODE", "STRONG", "EM", "DEL", "A",
+        "DIV", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD",
+    }  # fmt: skip
+    assert attributes <= {"href", "title", "rel", "target", "start", "class"}
+    assert links == {"https:"}
+
+
+@needs_browser
+def test_the_focus_and_what_is_read_out(page: Browser, triton: FakeTriton) -> None:
+    assert page.run("return document.activeElement.id") == "prompt"
+    triton.answer = say_twice
+    page.fill("#prompt", "one\n")
+    wait_end(page)
+    text = page.find(".text")
+    assert (text.get_attribute("aria-live"), text.get_attribute("aria-busy")) == ("polite", "false")
+    assert page.run("return document.activeElement.id") == "prompt"
+
+
+@needs_browser
+def test_an_answer_is_copied_as_it_came(page: Browser, triton: FakeTriton) -> None:
+    allowed = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    page.driver.execute_cdp_cmd("Browser.grantPermissions", allowed)
+    triton.answer = lambda asked: say(asked, text_output="<think>Hm.</think>**Bold** `x`\n")
+    send(page)
+    wait_end(page)
+    page.find(".copy").click()
+    page.wait(lambda: page.texts(".copy") == ["Copied"], "a copy")
+    assert page.run("return navigator.clipboard.readText()") == "**Bold** `x`\n"
+
+
+@needs_browser
+def test_the_last_answer_is_made_again(page: Browser, triton: FakeTriton) -> None:
+    for number, text in enumerate(("first", "second"), start=1):
+        triton.answer = lambda asked, text=text: say(asked, text_output=text)
+        send(page, f"question {number}")
+        wait_end(page, number)
+    triton.answer = lambda asked: say(asked, text_output="third")
+    (again,) = [one for one in page.driver.find_elements("css selector", ".again") if one.is_displayed()]
+    again.click()
+    page.wait(lambda: page.texts(".text") == ["first", "third"], "another answer")
+    assert page.texts(".asked") == ["question 1", "question 2"]
+    assert triton.asked[1].inputs["messages"] == triton.asked[2].inputs["messages"]
+
+
+@needs_browser
+def test_a_conversation_stays_until_it_is_cleared(page: Browser, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=f"<think>Hm.</think>**{EVIL}**")
+    page.fill("#system", "Be short.")
+    send(page, "first")
+    wait_end(page)
+    shown = figures(page)
+    triton.refuse_and_listen("[TW-BUSY] waiting set is full")
+    send(page, "refused")
+    wait_end(page, 2)
+    open_page(page)
+    assert page.texts(".asked") == ["first", "refused"]
+    assert page.run("return document.querySelector('.text strong').textContent") == EVIL
+    assert page.run("return document.querySelector('.thoughts pre').textContent") == "Hm."
+    assert page.run("return document.querySelectorAll('.turn img, .turn script').length") == 0
+    assert list(shown.values()) == page.texts("#turns .turn dd")[: len(shown)]
+    assert page.texts(".error .tag") == ["", "TW-BUSY"]
+    triton.answer = say
+    send(page, "next")
+    wait_end(page, 3)
+    said = json.loads(triton.asked[-1].inputs["messages"])
+    assert [(one["role"], one["content"]) for one in said] == [
+        ("system", "Be short."), ("user", "first"), ("assistant", f"**{EVIL}**"), ("user", "next"),
+    ]  # fmt: skip
+    page.find("#clear").click()
+    assert page.run("return localStorage.length") == 0
+    open_page(page)
+    assert page.texts(".turn") == []
+    assert page.find("#empty").is_displayed()
+
+
+@needs_browser
+def test_what_the_browser_keeps_is_bounded_and_may_be_broken(page: Browser, triton: FakeTriton) -> None:
+    page.run("localStorage.setItem('other', 'x'.repeat(5_200_000))")
+    triton.answer = lambda asked: say(asked, text_output="y" * 30_000)
+    for number in (1, 2, 3):
+        send(page, f"question {number}")
+        wait_end(page, number)
+    open_page(page)
+    assert page.texts(".asked") == ["question 3"]
+    for broken in ("{", '{"turns": 7}', '{"turns": [7, null]}', '{"fields": 3}', '{"turns": [{"calls": 5}]}'):
+        page.run("localStorage.setItem('tidewheel-playground', arguments[0])", broken)
+        open_page(page)
+        assert page.find("#send").is_displayed()
+    assert (page.texts(".turn"), page.find("#empty").is_displayed()) == ([], True)
+
+
+@needs_browser
+def test_a_call_is_shown_and_its_result_is_sent(page: Browser, triton: FakeTriton) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "<b>Paris"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    page.fill("#tools", "{}")
+    send(page, "weather?")
+    assert page.find("#tools-problem").text.startswith("This is no list of tools")
+    assert (triton.asked, page.find("#prompt").get_attribute("value")) == ([], "weather?")
+    page.fill("#tools", json.dumps(tools))
+    triton.answer = lambda asked: say(asked, text_output=f"<think>Hm.</think>Wait.{call}")
+    page.find("#send").click()
+    wait_end(page)
+    assert page.texts(".calls summary") == ["Call of weather"]
+    assert page.texts(".calls pre") == ['{\n  "city": "<b>Paris"\n}']
+    page.find(".calls summary").click()
+    assert not page.find(".calls pre").is_displayed()
+    page.find(".thoughts summary").click()
+    assert page.texts(".thoughts pre") == ["Hm."]
+    open_page(page)
+    assert page.find("#prompt").get_attribute("placeholder") == "Result of weather"
+    triton.answer = say
+    send(page, "warm")
+    wait_end(page, 2)
+    asked = json.loads(triton.asked[1].inputs["messages"])
+    assert asked["tools"] == tools
+    _, made, result = asked["messages"]
+    assert made["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "<b>Paris"}'}
+    assert result == {"role": "tool", "tool_call_id": made["tool_calls"][0]["id"], "content": "warm"}
+    assert page.find("#prompt").get_attribute("placeholder") == "Message"
+
+
+@needs_browser
+def test_a_call_in_parts(page: Browser) -> None:
+    page.run(
+        """
+        const turn = new Turn({ asked: "x" });
+        const call = (index, part) => turn.take({ choices: [{ delta: { tool_calls: [{ index, ...part }] } }] });
+        call(0, { id: "a", function: { name: "weather", arguments: "" } });
+        call(0, { function: { arguments: '{"ci' } });
+        call(1, { id: "b", function: { name: "time", arguments: "{}" } });
+        call(0, { function: { arguments: 'ty": 1' } });
+        turn.show();
+        """
+    )
+    assert page.texts(".calls summary") == ["Call of weather", "Call of time"]
+    assert page.texts(".calls pre") == ['{"city": 1', "{}"]
 
 
 @needs_browser
@@ -220,7 +454,7 @@ def test_the_stop_button_cancels(page: Browser, triton: FakeTriton) -> None:
     triton.answer = go_on
     assert not page.find("#stop").is_displayed()
     send(page)
-    page.wait(lambda: page.texts("pre.text") and "begun" in page.texts("pre.text")[0], "first text")
+    page.wait(lambda: page.texts(".text") and "begun" in page.texts(".text")[0], "first text")
     page.find("#stop").click()
     wait_end(page)
     assert was_cancelled.wait(30)
@@ -311,7 +545,7 @@ def test_an_error_behind_the_first_text(page: Browser, triton: FakeTriton) -> No
     triton.answer = break_off
     send(page)
     wait_end(page)
-    assert page.texts("pre.text") == ["Hello "]
+    assert page.texts(".text") == ["Hello"]
     assert page.texts(".error .tag") == ["TW-ENGINE-DEAD"]
 
 
@@ -328,7 +562,7 @@ def test_a_schema(page: Browser, triton: FakeTriton) -> None:
     page.find("#send").click()
     wait_end(page)
     assert page.find("#schema-problem").text == ""
-    assert page.texts("pre.text") == ['{"kind": "a"}']
+    assert page.texts(".text") == ['{"kind": "a"}']
     (asked,) = triton.asked
     assert json.dumps(schema, separators=(",", ":")) in json.dumps(asked.sampling, separators=(",", ":")).replace(
         "\\", ""
@@ -350,8 +584,10 @@ def test_a_key_is_asked_for_and_forgotten(chromium: Browser, triton: FakeTriton,
         chromium.wait(lambda: chromium.find("#server").text == "1 model ready", "list of models")
         send(chromium)
         wait_end(chromium, 2)
-        assert chromium.texts("pre.text")[-1] == "ab"
-        assert chromium.run("return [document.cookie, localStorage.length, sessionStorage.length]") == ["", 0, 0]
+        assert chromium.texts(".text")[-1] == "ab"
+        assert chromium.run("return [document.cookie, localStorage.length, sessionStorage.length]") == ["", 1, 0]
+        kept = chromium.run("return localStorage.getItem(localStorage.key(0))")
+        assert "alice" not in kept and "one two three" in kept
         chromium.driver.refresh()
         chromium.wait(lambda: "wants an API key" in chromium.find("#server").text, "question for a key")
         assert chromium.find("#key").get_attribute("value") == ""

@@ -37,8 +37,8 @@ class Browser:
         field.clear()
         field.send_keys(text)
 
-    def run(self, script: str) -> Any:
-        return self.driver.execute_script(script)
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
 
     def problems(self) -> list[str]:
         """Return what the console has shown since the last look, answers with an error status left out."""

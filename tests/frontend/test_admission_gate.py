@@ -222,7 +222,7 @@ def test_cancelled_while_the_engine_takes_it_leaves_its_place(tmp_path: Path) ->
     harness.submit("x", sink)
     assert cancelled.wait(TIMEOUT_S)
     harness.close()  # behind the thread that tells the engine
-    assert not harness.frontend._gate._unheard
+    assert not harness.frontend.gate._unheard
 
 
 # --- holding back -------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Waiter:
     """A thread in `wait_for_room`, as Triton's in `execute`."""
 
     def __init__(self, harness: FrontendHarness) -> None:
-        self._gate = harness.frontend._gate
+        self._gate = harness.frontend.gate
         self._thread = threading.Thread(target=harness.frontend.wait_for_room)
         self._thread.start()
 

@@ -565,7 +565,7 @@ def test_a_tokenizer_that_panics_at_outputs_ends_each_request_alone(
 def test_figures_that_cannot_be_published_do_not_keep_an_answer(
     harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness.frontend, "_on_idle", None)
+    monkeypatch.setattr(harness.frontend, "on_idle", None)
     key, sink = harness.submit()
     harness.deliver(key, harness.encode("x"), "length")
     sink.wait_end()
@@ -611,7 +611,7 @@ def test_a_drain_ends_what_the_engine_does_not_have(
 def test_figures_are_published_before_the_last_response(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True)
     published: list[tuple[int, int]] = []
-    harness.frontend._on_idle = lambda: published.append((harness.frontend.stats().finished.total(), sink.num_ends))
+    harness.frontend.on_idle = lambda: published.append((harness.frontend.stats().finished.total(), sink.num_ends))
     harness.deliver(key, [5])
     sink.wait_chunks(1)
     harness.deliver(key, [6], "length")
@@ -621,7 +621,7 @@ def test_figures_are_published_before_the_last_response(harness: FrontendHarness
 
 def test_figures_are_published_with_the_last_request_in_flight(harness: FrontendHarness) -> None:
     published: list[int] = []
-    harness.frontend._on_idle = lambda: published.append(harness.frontend.stats().finished.total())
+    harness.frontend.on_idle = lambda: published.append(harness.frontend.stats().finished.total())
     submitted = [harness.submit() for _ in range(3)]
     for one in submitted:
         harness.finish(one, "x")

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
@@ -44,24 +45,18 @@ _SHUTTING_DOWN = "the server is shutting down"
 NUM_TOKENIZERS = min(2, len(os.sched_getaffinity(0)))  # threads, each with a process of some 70 MB
 
 
+@dataclass(eq=False)
 class Frontend:
     """Front end of one engine. The engine client's thread calls the methods `on_…`, which never block."""
 
-    def __init__(
-        self,
-        settings: FrontendSettings,
-        gate: AdmissionGate,
-        *,
-        on_idle: Callable[[], None] = lambda: None,
-        on_ended: Sequence[Callable[[EndedRequest], None]] = (),
-        poll_interval_s: float = 0.02,
-    ) -> None:
-        """`on_idle` is called before the last response of the last live request, `on_ended` after each request."""
-        self._settings = settings
-        self._gate = gate
-        self._on_idle = on_idle
-        self._on_ended = on_ended
-        self._poll_interval_s = poll_interval_s
+    settings: FrontendSettings
+    gate: AdmissionGate
+    _: KW_ONLY
+    on_idle: Callable[[], None] = lambda: None  # called before the last response of the last live request
+    on_ended: Sequence[Callable[[EndedRequest], None]] = ()  # called after each request
+    poll_interval_s: float = 0.02
+
+    def __post_init__(self) -> None:
         self.engine_stats: EngineStats | None = None  # last report
         self._columns = TokenColumns()
         self._lock = threading.Lock()
@@ -74,12 +69,12 @@ class Frontend:
         self._reader = reader
         self._tenants = info.tenants
         self._engine = engine
-        self._recorder = StatsRecorder(info.max_model_len, self._settings.objective)
+        self._recorder = StatsRecorder(info.max_model_len, self.settings.objective)
         self._prompts = PromptQueue(reader.max_prompt_bytes, NUM_TOKENIZERS)
-        self._senders = ResponseSenders(self._settings, self._live, self._columns, self._answer, info.pid)
+        self._senders = ResponseSenders(self.settings, self._live, self._columns, self._answer, info.pid)
         share = ASKING_SHARE if info.signature is None else SHORT_ASKING_SHARE
         cancel = functools.partial(self._end, ending=FinishReason.CANCELLED)
-        self._watcher = Watcher(self._live, cancel, self._expire, interval_s=self._poll_interval_s, share=share)
+        self._watcher = Watcher(self._live, cancel, self._expire, interval_s=self.poll_interval_s, share=share)
         self._is_text = info.signature is None
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS * self._is_text, self._prompts.take, self._tokenize)
 
@@ -99,7 +94,7 @@ class Frontend:
             refusal = self._closed_by or self._drained_by or self._prompts.refusal(request.prompt_bytes)
             if refusal is None:
                 self._live[live.key] = live
-                self._gate.enter(live.key)
+                self.gate.enter(live.key)
                 if self._is_text:
                     self._prompts.put(live)
         if refusal is not None:
@@ -112,11 +107,11 @@ class Frontend:
         self._recorder.received()
         self._recorder.failed(error, had_output=False)
         sink.fail(error)
-        for note in self._on_ended:
+        for note in self.on_ended:
             note(EndedRequest(request_id, arrival_ns, time.monotonic_ns(), tag=error.tag))
 
     def wait_for_room(self) -> None:
-        self._gate.wait()
+        self.gate.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
         """End live and later requests with `error`, by default `Draining`."""
@@ -126,7 +121,7 @@ class Frontend:
             self._closed_by = error = error or Draining(_SHUTTING_DOWN)
             live = list(self._live.values())
         self._watcher.close()
-        self._gate.close()
+        self.gate.close()
         self._prompts.close()
         for request in live:
             self._end(request, error)
@@ -164,7 +159,7 @@ class Frontend:
             return
         try:
             if not message.options.close_session:
-                self._gate.claim(message)
+                self.gate.claim(message)
             self._engine.add(message)
         except TidewheelError as error:
             if isinstance(error, WaitingSetFull):
@@ -174,10 +169,10 @@ class Frontend:
             if request.mark_sent():
                 return
             self._engine.cancel(request.key)
-        self._gate.forget(request.key)
+        self.gate.forget(request.key)
 
     def _send_held(self) -> None:
-        for request in self._known(self._gate.release()):
+        for request in self._known(self.gate.release()):
             self._send_to_engine(request)
 
     def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
@@ -233,7 +228,7 @@ class Frontend:
                 self._engine.report(key)  # answered meanwhile
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        self._gate.set_room(None)
+        self.gate.set_room(None)
         self._drained_by = None
         for request in self._known(keys):
             self._end(request, error, is_at_engine=False)
@@ -242,7 +237,7 @@ class Frontend:
     def on_room(self, room: Room) -> None:
         for request in self._known(room.received):
             request.is_known_to_engine = True
-        self._gate.set_room(room)
+        self.gate.set_room(room)
         self._send_held()
 
     def on_drain(self) -> None:
@@ -259,10 +254,10 @@ class Frontend:
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
         message = request.prepared.message
         is_full = delta.error is not None and delta.error.is_waiting_set_full
-        if message is None or not is_full or not self._gate.hold(message):
+        if message is None or not is_full or not self.gate.hold(message):
             return False
         if not request.mark_held():
-            self._gate.forget(request.key)
+            self.gate.forget(request.key)
         self._send_held()  # room may have appeared since
         return True
 
@@ -343,16 +338,16 @@ class Frontend:
         try:
             self._recorder.finished(response[0], seconds, num_output_tokens, request.urgency.priority)
             if not self._live:
-                self._on_idle()
+                self.on_idle()
         except Exception:
             logger.exception("the figures of a request could not be published")
 
     def _report_end(self, request: LiveRequest, response: Response = (), error: TidewheelError | None = None) -> None:
-        if not self._on_ended:
+        if not self.on_ended:
             return
         try:
             ended = EndedRequest.of(request, time.monotonic_ns(), response, error)
-            for note in self._on_ended:
+            for note in self.on_ended:
                 note(ended)
         except Exception:
             logger.exception("the end of a request could not be noted")
@@ -364,7 +359,7 @@ class Frontend:
         with self._lock:
             self._live.pop(request.key, None)
         self._columns.close(request.key)
-        self._gate.forget(request.key)
+        self.gate.forget(request.key)
         self._send_held()
 
 

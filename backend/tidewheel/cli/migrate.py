@@ -26,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Protobuf takes a second.
-    from tidewheel.entries.checking import find_target
+    from tidewheel.entries.checking import find_entries
     from tidewheel.entries.migration import migrate, write, write_in_place
 
     migration = migrate(args.path, args.model)
-    source = find_target(args.path).repository.resolve()
+    source = find_entries(args.path)[0].resolve()
     out = args.out or source.with_name(source.name + SUFFIX)
     written = write_in_place(migration.entries) if args.in_place else write(migration.entries, out)
     for lost in migration.lost:

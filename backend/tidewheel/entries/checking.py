@@ -59,13 +59,11 @@ class CheckReport:
         return sum(finding.severity == severity for finding in self.findings)
 
 
-class CheckTarget(NamedTuple):
-    repository: Path
-    names: list[str]
+def find_entries(path: Path) -> tuple[Path, list[str]]:
+    """Return the repository at a path and the names of all its entries, or of the one at the path.
 
-
-def find_target(path: Path) -> CheckTarget:
-    """Return the entries at a path: one entry, or all of a repository. Raise `ConfigError`."""
+    Raise `ConfigError` without an entry.
+    """
     folder = path.parent if path.name == CONFIG_NAME else path
     if folder.name in ("", ".."):
         folder = folder.resolve()
@@ -74,23 +72,23 @@ def find_target(path: Path) -> CheckTarget:
     if not folder.is_dir():
         raise ConfigError(f"{str(path)!r}: no such folder")
     if (folder / CONFIG_NAME).is_file():
-        return CheckTarget(folder.parent, [folder.name])
+        return folder.parent, [folder.name]
     names = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_NAME}"))
     if not names:
         raise ConfigError(
             f"{str(path)!r} is no entry and no model repository: neither it nor a folder in it has a {CONFIG_NAME}"
         )
-    return CheckTarget(folder, names)
+    return folder, names
 
 
 def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | None = None) -> CheckReport:
     """Raise `ConfigError` if the path holds no entries."""
-    target, report = find_target(path), CheckReport(tell)
-    read = {found.parent.name: _read(found.parent) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
+    (repository, names), report = find_entries(path), CheckReport(tell)
+    read = {found.parent.name: _read(found.parent) for found in sorted(repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
-        report.add(_without_config(target.repository))
-    for name in target.names:
+        report.add(_without_config(repository))
+    for name in names:
         entry = read[name]
         if isinstance(entry, UnreadableConfig):
             report.checked.append(name)
@@ -100,7 +98,7 @@ def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | N
     if len(report.needs) > 1:
         from tidewheel.entries.model_rules import together
 
-        report.add(_of_folder("together", "error", target.repository, text) for text in together(report.needs))
+        report.add(_of_folder("together", "error", repository, text) for text in together(report.needs))
     if not report.checked and not report.count("warning"):
         message = f"nothing was checked: no entry has backend: {BACKEND!r}"
         report.add([_of_folder("backend", "warning", path, message)])

@@ -16,7 +16,7 @@ from tritonclient.grpc import model_config_pb2
 
 from tidewheel.adapter.repository_entry import BACKEND
 from tidewheel.adapter.tensors import INPUTS
-from tidewheel.entries.checking import find_target, is_unknown_setting, judge_settings, located
+from tidewheel.entries.checking import find_entries, is_unknown_setting, judge_settings, located
 from tidewheel.entries.config_rules import CONFIG_RULES
 from tidewheel.entries.entry import CONFIG_NAME, Entry, parse_config, read_entry
 from tidewheel.entries.findings import Edit, Field, Finding, Problem, edited, error, warning
@@ -49,11 +49,11 @@ class Migration(NamedTuple):
 
 def migrate(path: Path, model: str = "") -> Migration:
     """Migrate an entry, or all of a repository. `model`: to serve in place of the old model. Raise `ConfigError`."""
-    target = find_target(path)
-    entries = [read_entry(target.repository / name) for name in target.names]
+    repository, names = find_entries(path)
+    entries = [read_entry(repository / name) for name in names]
     engines = [one for one in entries if one.config.backend == "tensorrtllm" or one.name == TRTLLM_NAME]
     parts = [_parts(engine, entries) for engine in engines]
-    if parts and path.resolve() != target.repository.resolve():
+    if parts and path.resolve() != repository.resolve():
         raise ConfigError(f"{path} is a part of a model of several entries: name the model repository")
     vllm = [entry for entry in entries if entry.config.backend == "vllm"]
     if not vllm and not parts:

@@ -5,20 +5,15 @@ try:
 except ImportError:
     raise ImportError("a queue needs the package redis: pip install 'tidewheel[queue]'") from None
 
-from tidewheel_queue.job_queue import AsyncQueue, Queue
-from tidewheel_queue.job_worker import Worker, WorkerOptions
-from tidewheel_queue.jobs import DeadJob, EnqueuedJob, Job, JobCounts, Result, TextChunk
+from tidewheel_queue.job_queue import AsyncQueue as AsyncQueue
+from tidewheel_queue.job_queue import Queue as Queue
+from tidewheel_queue.job_worker import Worker as Worker
+from tidewheel_queue.job_worker import WorkerOptions as WorkerOptions
+from tidewheel_queue.jobs import DeadJob as DeadJob
+from tidewheel_queue.jobs import EnqueuedJob as EnqueuedJob
+from tidewheel_queue.jobs import Job as Job
+from tidewheel_queue.jobs import JobCounts as JobCounts
+from tidewheel_queue.jobs import Result as Result
+from tidewheel_queue.jobs import TextChunk as TextChunk
 
-__all__ = [
-    "AsyncQueue",
-    "DeadJob",
-    "EnqueuedJob",
-    "Job",
-    "JobCounts",
-    "Queue",
-    "Result",
-    "TextChunk",
-    "Worker",
-    "WorkerOptions",
-]
 del _redis

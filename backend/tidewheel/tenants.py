@@ -20,7 +20,8 @@ _ALWAYS_SET = ("weight", "max_priority")
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise ConfigError(f"{name} is {value!r}: it must be a number")
+        or_class = ", or a class by name" if name == "max_priority" else ""
+        raise ConfigError(f"{name} is {value!r}: it must be a number{or_class}")
     if not 0 < value <= _MAX_LIMIT:
         raise ConfigError(f"{name} is {value}: it must be above 0 and at most {_MAX_LIMIT:g}")
     if name in _INTEGERS and not isinstance(value, int):

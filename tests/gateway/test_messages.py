@@ -243,6 +243,7 @@ PICTURE = [{"role": "user", "content": [text("a"), {"type": "image", "source": {
         ({"n": 2}, "n is a field of /v1/chat/completions: leave it out"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": TOOLS}, "tool_choice forces a call of x"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type: Invalid enum value 'between_tools'"),
+        ({"priority": "urgent"}, "priority is urgent: it must be 0 (default) to 4 (lowest), or critical, high"),
         ({"stop": ["x"]}, "stop is set: send stop_sequences"),
         ({"context_management": {"edits": [{"type": "x"}]}}, "context_management is set"),
     ],
@@ -254,6 +255,11 @@ def test_wrong_requests(gateway: RunningGateway, triton: FakeTriton, fields: dic
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert answer.json()["error"]["message"].startswith(said)
     assert triton.asked == []
+
+
+def test_a_class_by_name(gateway: RunningGateway, triton: FakeTriton) -> None:
+    ask(gateway, priority="high").raise_for_status()
+    assert triton.asked[0].sampling["priority"] == 2
 
 
 def test_an_empty_message_stays(gateway: RunningGateway, triton: FakeTriton) -> None:

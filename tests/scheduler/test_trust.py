@@ -161,7 +161,7 @@ def test_unknown_tenants_may_have_a_bucket_each() -> None:
 
 
 def test_a_class_above_the_cap_is_lowered_to_it() -> None:
-    driver = SchedulerDriver(tenants={"t": TenantLimits(max_priority=3), "*": TenantLimits(max_priority=2)})
+    driver = SchedulerDriver(tenants={"t": TenantLimits(max_priority=3), "*": TenantLimits(max_priority="high")})  # type: ignore[arg-type]
     asked = {"t": [CRITICAL, HIGH, NORMAL, LOW], "unknown": [CRITICAL, HIGH, NORMAL, LOW]}
     granted = {
         tenant: [

@@ -99,7 +99,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "m", "tenants": {"a": {"max_sessions": 0}}}, "tenants.a: max_sessions is 0: it must be above 0"),
     ({"model": "m", "tenants": {"a": {"max_priority": 5}}}, "max_priority is 5: it must be 1 (CRITICAL) to 4 (LOW)"),
     ({"model": "m", "tenants": {"a": {"max_priority": None}}}, "max_priority is None: it must be a number"),
-    ({"model": "m", "tenants": {"a": {"max_priority": "best"}}}, "max_priority is 'best': it must be a number"),
+    (
+        {"model": "m", "tenants": {"a": {"max_priority": "best"}}},
+        "max_priority is 'best': it must be a number, or a class",
+    ),
     ({"model": "m", "tenants": {"acme\0": {}}}, "tenants has a name with the control character U+0000 at position 4"),
     ({"model": "m", "tenants": {"*": {"each": 1}}}, "tenants.*: each is 1: it must be true or false"),
     ({"model": "m", "tenants": {"a": {"each": True}}}, "tenants.a: each belongs to the entry '*' alone; remove it"),

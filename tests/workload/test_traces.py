@@ -108,6 +108,13 @@ def test_a_file_with_all_fields_is_read(tmp_path: Path) -> None:
     assert again.deadlines.tolist() == [row.get("deadline_s", np.inf) for row in rows]
 
 
+def test_classes_may_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    row = {"arrival": 0, "prompt_tokens": 4, "output_tokens": 1}
+    path.write_text("\n".join(json.dumps(row | {"priority": one}) for one in ("critical", 2, "normal", "low")))
+    assert read_trace(path).priorities.tolist() == [1, 2, 3, 4]
+
+
 def test_a_csv_with_a_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrival,prompt_tokens,output_tokens,priority,tenant,session\n7.5,10,5,1,acme,s\n3.5,20,2,,,\n")

@@ -34,9 +34,9 @@ class AllowedOrigins:
         if ANY not in self._origins:
             answer.headers[hdrs.VARY] = hdrs.ORIGIN
         if allowed := self._allowed(http):
-            asked = http.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
-            both = {hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: allowed, hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked}
-            answer.headers.update(_ALLOWED | both)
+            answer.headers.update(_ALLOWED | {hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: allowed})
+            if asked := http.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS):
+                answer.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = asked
 
     def _allowed(self, http: web.Request) -> str:
         """Return the origin to allow; empty without an allowed one."""

@@ -203,10 +203,7 @@ def functions_of(tools: Tools) -> Functions:
 
 
 def allowed_tools(tools: Tools, choice: ToolChoice) -> tuple[Tools, ToolChoice]:
-    """Return the tools that OpenAI's `allowed_tools` allows, else all, and the choice among them.
-
-    Raise `InvalidRequest`.
-    """
+    """Return the tools that OpenAI's `allowed_tools` names, else all, and the choice. Raise `InvalidRequest`."""
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return tools, choice
     match choice.get("allowed_tools"):

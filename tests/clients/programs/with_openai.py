@@ -38,6 +38,20 @@ def whole(client: openai.OpenAI) -> None:
     client.responses.delete(third.id)
     forced = client.responses.create(model="demo", input="Paris?", tools=[TOOL], tool_choice="required")
     assert [item.type for item in forced.output] == ["function_call"]
+    some: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    other: Any = TOOL | {"name": "other"}
+    allowed = client.responses.create(model="demo", input="Paris?", tools=[TOOL, other], tool_choice=some)
+    assert [item.type for item in allowed.output] == ["function_call"]
+    assert allowed.tool_choice.mode == "required"
+
+
+def chats(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Paris?"}]
+    tools: Any = [{"type": "function", "function": {"name": name}} for name in ("weather", "other")]
+    some: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools[:1]}}
+    fields: Any = {"tools": tools, "tool_choice": some, "reasoning_effort": "low", "extra_body": {"priority": "high"}}
+    (choice,) = client.chat.completions.create(model="demo", messages=messages, **fields).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
 
 
 def streams(client: openai.OpenAI) -> None:
@@ -77,6 +91,7 @@ async def asynchronous(url: str) -> None:
 def main(url: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         whole(client)
+        chats(client)
         streams(client)
         errors(client)
     asyncio.run(asynchronous(url))

@@ -11,9 +11,7 @@ from urllib.parse import urlsplit
 import redis
 from redis import asyncio as redis_asyncio
 from redis import exceptions
-from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from tidewheel_client.errors import Busy, RequestError, ServerUnavailable, Unsupported
 from tidewheel_client.facade import settled
@@ -36,7 +34,6 @@ class RedisEndpoint:
     """Connection to the Redis at a URL, or in a folder, where it runs at least until `close`."""
 
     _library: ClassVar[Any] = redis_asyncio
-    _retry: ClassVar[Any] = AsyncRetry
     _in_thread: ClassVar[Any] = staticmethod(asyncio.to_thread)
 
     def __init__(self, where: str | Path) -> None:
@@ -48,7 +45,8 @@ class RedisEndpoint:
             self._embedded = EmbeddedRedis(Path(where))
             self._url, self.name = f"unix://{self._embedded.socket_path}", str(self._embedded.folder)
         try:
-            self.redis: Any = self._library.Redis.from_url(self._url, retry=self._retry(NoBackoff(), 0), **_OPTIONS)
+            no_retry = self._library.retry.Retry(NoBackoff(), 0)
+            self.redis: Any = self._library.Redis.from_url(self._url, retry=no_retry, **_OPTIONS)
             self.redis.connection_pool.make_connection()  # parses the URL's options
         except (ValueError, TypeError, exceptions.RedisError):  # messages may quote the password
             self._release()
@@ -123,7 +121,6 @@ class BlockingRedisEndpoint(RedisEndpoint):
     """Redis endpoint whose coroutines block instead of suspending."""
 
     _library: ClassVar[Any] = redis
-    _retry = Retry
     _in_thread = staticmethod(operator.call)
 
 

@@ -52,7 +52,7 @@ def try_lock(path: Path, timeout_s: float = 0.0, *, is_shared: bool = False) -> 
             raise PermissionError(path)
         kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         has_lock = wait_until(lambda: flock(file, kind), timeout_s, _POLL_S)
-        if not has_lock or not is_at(file, path):  # removed or replaced before its lock
+        if not has_lock or not is_at(file.fileno(), path):  # removed or replaced before its lock
             return None
         without_lock.pop_all()
         return file
@@ -82,10 +82,10 @@ def flock(file: IO[bytes], kind: int) -> bool:
     return False
 
 
-def is_at(file: IO[bytes], path: Path) -> bool:
-    """Return whether `path` still leads to the open file."""
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether `path` is still the open file, and no link to it."""
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False
 
 

@@ -73,10 +73,10 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
 def test_a_lock_file_that_was_made_again_is_another_one(tmp_path: Path) -> None:
     path = tmp_path / LOCK
     first = try_lock(path)
-    assert first is not None and is_at(first, path) and try_lock(path) is None
+    assert first is not None and is_at(first.fileno(), path) and try_lock(path) is None
     path.unlink()
     second = try_lock(path)
-    assert second is not None and is_at(second, path) and not is_at(first, path)
+    assert second is not None and is_at(second.fileno(), path) and not is_at(first.fileno(), path)
     unlock(first)
     unlock(second)
 

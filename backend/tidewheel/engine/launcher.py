@@ -132,7 +132,7 @@ class EngineLauncher:
 
     def try_lock(self) -> bool:
         path = self._engine_dir / LOCK
-        if self._lock is not None and not is_at(self._lock, path):
+        if self._lock is not None and not is_at(self._lock.fileno(), path):
             self._unlock()
         if self._lock is None:
             private_dir(self._engine_dir)

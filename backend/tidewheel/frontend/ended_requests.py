@@ -17,6 +17,7 @@ from tidewheel.frontend.request_parameters import AnyTask
 from tidewheel.frontend.settings import STDERR
 from tidewheel.regular_files import open_descriptor
 from tidewheel.request import FinishReason, Priority
+from tidewheel_process.locked_folder import is_at
 
 MAX_EVENTS = 8192
 FLUSH_S = 0.2
@@ -152,7 +153,7 @@ class RequestLog:
 
     def write(self, ended: list[EndedRequest]) -> None:
         """Append a line for each request. Raise `OSError`."""
-        if self._path is not None and not _is_at(self._path, self._descriptor):
+        if self._path is not None and not is_at(self._descriptor, self._path):
             descriptor = open_descriptor(self._path, _FLAGS)
             os.close(self._descriptor)
             self._descriptor, self._is_torn = descriptor, False
@@ -169,13 +170,6 @@ class RequestLog:
         self._is_torn = data[:num_written][-1:] not in (b"", b"\n")
         if num_written < len(data):
             raise OSError(f"{num_written} of {len(data)} bytes were written")
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except OSError:
-        return False
 
 
 class EventQueue:

@@ -29,6 +29,7 @@ class GrammarKind(enum.StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     EBNF = "ebnf"
+    LARK = "lark"  # with ids of tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,6 +343,44 @@ def test_a_call_in_a_stream(gateway: RunningGateway, triton: FakeTriton) -> None
     assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["tool_calls"]
 
 
+@pytest.mark.parametrize("has_one_call", [False, True])
+def test_arguments_come_as_they_are_made(gateway: RunningGateway, triton: FakeTriton, has_one_call: bool) -> None:
+    def answer(asked: Asked) -> Answer:
+        for piece in ("<tool_", CALL[6:50], CALL[50:55], CALL[55:], f"\n{CALL[:48]}", CALL[48:]):
+            yield response(asked.message, text_output=piece, finish_reason="None")
+        yield from say(asked, text_output="")
+
+    triton.answer = answer
+    reply = gateway.chat(tools=TOOLS, stream=True, parallel_tool_calls=not has_one_call)
+    deltas = [event["choices"][0]["delta"] for event in events(reply)]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    first = calls.pop(0)
+    assert (first["index"], first["type"]) == (0, "function")
+    assert first["function"] == {"name": "weather", "arguments": CALL[44:50]}
+    assert calls[:2] == [
+        {"index": 0, "function": {"arguments": CALL[50:55]}},
+        {"index": 0, "function": {"arguments": CALL[55:61]}},
+    ]
+    assert [call["index"] for call in calls[2:]] == ([] if has_one_call else [1, 1])
+    assert "".join(call["function"]["arguments"] for call in calls[2:]) == ("" if has_one_call else CALL[44:61])
+
+
+def test_strict_tools(gateway: RunningGateway, triton: FakeTriton) -> None:
+    """The backend learns which functions are strict. Text that begins like an object is no call, and is not held."""
+
+    def answer(asked: Asked) -> Answer:
+        for piece in ('{"na', "m", "ing", '": 1}'):
+            yield response(asked.message, text_output=piece, finish_reason="None")
+        yield from say(asked, text_output="")
+
+    triton.answer = answer
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    deltas = [event["choices"][0]["delta"] for event in events(gateway.chat(tools=strict, stream=True))]
+    assert [delta.get("content") for delta in deltas] == ['{"naming', '": 1}', None]
+    asked = json.loads(triton.asked[0].inputs["messages"])
+    assert (asked["tools"], "tool_choice" in asked) == (strict, False)
+
+
 def test_no_call_is_looked_for_unless_there_are_tools(gateway: RunningGateway, triton: FakeTriton) -> None:
     triton.answer = lambda asked: say(asked, text_output=CALL)
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -360,19 +398,19 @@ def test_a_call_that_is_cut_is_text(gateway: RunningGateway, triton: FakeTriton)
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
 def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: object) -> None:
-    """The backend is asked for a schema, and its answer has no thoughts."""
-    triton.answer = lambda asked: say(asked, text_output='{"name": "weather", "arguments": {"city": "<think>"}}')
+    """The backend is told which functions; thoughts may come before."""
+    forced = '<think>{"name": "time"}</think>\n{"name": "weather", "arguments": {"city": "<think>"}}'
+    triton.answer = lambda asked: say(asked, text_output=forced)
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     answer = gateway.chat(tools=strict, tool_choice=choice).json()["choices"][0]
     (call,) = answer["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "<think>"}'}
     assert answer["finish_reason"] == "tool_calls"
-    grammar = triton.asked[0].sampling["structured_outputs"]
-    (one,) = grammar["json"]["anyOf"]
-    assert list(grammar) == ["json"]  # whitespace is bounded by default
-    assert one["properties"]["name"] == {"const": "weather"}
-    assert one["properties"]["arguments"]["type"] == "object"
-    assert json.loads(triton.asked[0].inputs["messages"])["tools"] == TOOLS
+    assert answer["message"]["reasoning_content"] == '{"name": "time"}'
+    asked = json.loads(triton.asked[0].inputs["messages"])
+    assert (asked["tools"], asked["tool_choice"]) == (strict, ["weather"])
+    assert asked.get("parallel_tool_calls", True) is (choice == "required")
+    assert list(asked)[-1] == "messages"  # routers compare beginnings
 
 
 def allowing(mode: str, *names: str) -> dict[str, Any]:
@@ -399,8 +437,7 @@ def test_one_of_some_tools_is_required(gateway: RunningGateway, triton: FakeTrit
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
     (asked,) = triton.asked
     assert json.loads(asked.inputs["messages"])["tools"] == SEVERAL
-    grammar = asked.sampling["structured_outputs"]["json"]["anyOf"]
-    assert [one["properties"]["name"]["const"] for one in grammar] == ["time", "news"]
+    assert json.loads(asked.inputs["messages"])["tool_choice"] == ["time", "news"]
 
 
 @pytest.mark.parametrize(
@@ -495,7 +532,7 @@ def test_a_forced_call_beside_fields_that_ask_for_no_grammar(gateway: RunningGat
     neutral = {"structured_outputs": {"json": None}, "response_format": {"type": "text"}}
     choice = gateway.chat(tools=TOOLS, tool_choice="required", **neutral).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
-    assert "anyOf" in triton.asked[0].sampling["structured_outputs"]["json"]
+    assert json.loads(triton.asked[0].inputs["messages"])["tool_choice"] == ["weather"]
 
 
 def test_an_answer_in_a_grammar_has_no_thoughts(gateway: RunningGateway, triton: FakeTriton) -> None:

@@ -85,11 +85,13 @@ def test_errors_name_the_field_that_the_client_sent(gateway: RunningGateway, tri
 def test_errors_name_the_schema_of_a_forced_call(
     gateway: RunningGateway, triton: FakeTriton, choice: Any, stream: bool
 ) -> None:
-    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
-    triton.answer = lambda asked: refused("[TW-UNSUPPORTED] structured_outputs.json: maximum is 1e300: beyond")
+    names, said = ["weather", "time"], "tools: parameters of time: maximum is 1e300: beyond"
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    triton.answer = lambda asked: refused(f"[TW-UNSUPPORTED] {said}")
     error = gateway.chat(tools=tools, tool_choice=choice, stream=stream).json()["error"]
-    names = "weather or time" if choice == "required" else "time"
-    assert error["message"] == f"tools: parameters of {names}: maximum is 1e300: beyond"
+    asked = json.loads(triton.asked[0].inputs["messages"])
+    assert asked["tool_choice"] == (names if choice == "required" else ["time"])
+    assert error["message"] == said
     assert error["param"] == "tools"
 
 

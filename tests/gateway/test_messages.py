@@ -157,7 +157,7 @@ def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: dict
     (call,) = body["content"]
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Paris"})
     assert body["stop_reason"] == "tool_use"
-    assert "anyOf" in triton.asked[0].sampling["structured_outputs"]["json"]
+    assert conversation(triton)["tool_choice"] == ["weather"]
 
 
 def test_a_forced_call_that_is_cut(gateway: RunningGateway, triton: FakeTriton) -> None:

@@ -16,7 +16,18 @@ TIME: tuple[str, dict[str, Any]] = ("time", {})
 OBJECT = '{"name": "weather", "arguments": {"city": "Paris"}}'
 HERMES = f"<tool_call>\n{OBJECT}\n</tool_call>"
 
-CASES: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
+MARKED = ("weather", {"city": "P<tool_call></tool_call>aris"})
+SEP = "<\uff5ctool\u2581sep\uff5c>"
+BEGIN, END = (f"<\uff5ctool\u2581call\u2581{name}\uff5c>" for name in ("begin", "end"))
+ALL_BEGIN, ALL_END = (f"<\uff5ctool\u2581calls\u2581{name}\uff5c>" for name in ("begin", "end"))
+DEEPSEEK = f'Yes.{ALL_BEGIN}{BEGIN}weather{SEP}{{"city": "Paris"}}{END}{BEGIN}time{SEP}{{}}{END}{ALL_END}'
+DEEPSEEK_BLOCK = f'{ALL_BEGIN}{BEGIN}function{SEP}weather\n```json\n{{"city": "Paris"}}\n```{END}{ALL_END}'
+CITY = '<|message|>{"city": "Paris"}'
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+HARMONY = f"{ANALYSIS}<|channel|>commentary"
+PREAMBLE = f"{HARMONY}<|message|>Wait.<|end|><|start|>assistant"
+
+CASES: dict[str, tuple[str, str, str, list[Any]]] = {
     "words": ("A < b, and <tool> is [TOOL].", "A < b, and <tool> is [TOOL].", "", []),
     "spaces": ("  \n ", "  \n ", "", []),
     "hermes": (HERMES, "", "", [PARIS]),
@@ -31,6 +42,16 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "mistral by name": ('[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time{}', "", "", [PARIS, TIME]),
     "llama": ('{"name": "weather", "parameters": {"city": "Paris"}}', "", "", [PARIS]),
     "llama, two": (f'<|python_tag|>{{"name": "time"}}; {OBJECT}', "", "", [TIME, PARIS]),
+    "a mark in a string": (HERMES.replace("aris", "<tool_call></tool_call>aris"), "", "", [MARKED]),
+    "escapes": (HERMES.replace("Paris", 'a\\\\\\"}} b'), "", "", [("weather", {"city": 'a\\"}} b'})]),
+    "by name, with an id": ('[TOOL_CALLS]weather[CALL_ID]a1b2[ARGS]{"city": "Paris"}', "", "", [PARIS]),
+    "deepseek": (f"<think>a</think>\n\n{DEEPSEEK}", "Yes.", "a", [PARIS, TIME]),
+    "deepseek, blocks": (DEEPSEEK_BLOCK, "", "", [PARIS]),
+    "harmony": (f"{HARMONY} to=functions.weather <|constrain|>json{CITY}", "", "Hm.", [PARIS]),
+    "harmony, by role": (f"<|start|>assistant to=functions.weather<|channel|>commentary json{CITY}", "", "", [PARIS]),
+    "harmony, preamble": (f"{PREAMBLE}{HARMONY} to=functions.weather json{CITY}", "Wait.", "Hm.Hm.", [PARIS]),
+    "harmony, answer": (f"{ANALYSIS}<|channel|>final<|message|>Yes <|x", "Yes <|x", "Hm.", []),
+    "magistral": ('[THINK]a[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Paris"}', "", "a", [PARIS]),
     "an object": ('{"name": "Ann", "age": 4}', '{"name": "Ann", "age": 4}', "", []),
     "thought": ("\n<think>\nHm < 3.</think>\n\nYes.", "Yes.", "\nHm < 3.", []),
     "thought and call": (f"<think>a</think>{HERMES}", "", "a", [PARIS]),
@@ -75,6 +96,19 @@ def test_pieces_make_the_same_parts(case: str, seed: int) -> None:
     assert [(call.name, json.loads(call.arguments)) for call in output.calls] == calls
     assert len({call.id for call in output.calls}) == len(calls)
     assert all(len(call.id) == 9 and call.id.isalnum() for call in output.calls)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_was_cut_keeps_what_there_is_of_its_arguments(seed: int) -> None:
+    (call,) = parse(pieces_of(HERMES[:-17], seed)).calls
+    assert (call.name, call.arguments) == ("weather", '{"city": "Pari')
+
+
+@pytest.mark.parametrize("text", ['{"arguments": {}, "name": "time"}', '{"n\\u0061me": "time", "arguments": {}}'])
+def test_strict_calls_outside_marks_begin_with_their_name(text: str) -> None:
+    assert len(parse([text]).calls) == 1
+    parser = OutputParser(TOOLS, "tagged", is_strict=True)
+    assert parser.push(text) + parser.end() == ParsedOutput(text)
 
 
 def test_without_tools_nothing_is_a_call() -> None:

@@ -30,12 +30,21 @@ _FUNCTION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OPTION = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _TEXT_KEYS = ("name", "reasoning_content", "tool_call_id")
 _KEYS = frozenset({"role", "content", "tool_calls", *_TEXT_KEYS})
-_PARTS = dict.fromkeys(("messages", "tools", "chat_template_kwargs"))
+_PARTS = dict.fromkeys(("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"))
 _FUNCTION_KEYS = frozenset({"name", "description", "parameters", "strict"})
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 ChatMessage = dict[str, Any]
 _EntryReader = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+class CallRules(msgspec.Struct, frozen=True, array_like=True):
+    """Rules of an answer's calls, for a grammar."""
+
+    names: list[str]  # functions that may be called
+    strict: list[str]  # functions whose calls follow their schema, in every case if an answer must have a call
+    must_call: bool
+    is_parallel: bool  # several calls
 
 
 class Conversation(msgspec.Struct, frozen=True, array_like=True):
@@ -44,10 +53,11 @@ class Conversation(msgspec.Struct, frozen=True, array_like=True):
     options: dict[str, str | bool | int | float] = {}  # more variables of the template
     add_generation_prompt: bool = True
     escapes_special_tokens: bool = True  # in messages
+    calls: CallRules | None = None  # None: the answer is free
 
 
 def parse_conversation(data: str | bytes) -> Conversation:
-    """Parse a list of messages, or `{"messages": [...], "tools": [...], "chat_template_kwargs": {...}}`.
+    """Parse a list of messages, or an object of them and the other `_PARTS`.
 
     Newlines join the text parts of a message. Raise `InvalidRequest` or `Unsupported`.
     """
@@ -66,6 +76,7 @@ def parse_conversation(data: str | bytes) -> Conversation:
         _list("messages", messages, MAX_MESSAGES, _message),
         tools or None,
         _options(parts.get("chat_template_kwargs")),
+        calls=_call_rules(parts, list(names)),
     )
     try:
         msgspec.msgpack.encode(conversation)  # as it goes to the process for prompts
@@ -136,11 +147,24 @@ def _tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
         to_text(f"{name}.function.description", function["description"])
     if function.get("parameters") is not None:
         expect(f"{name}.function.parameters", function["parameters"], dict, "an object")
-    if function.get("strict") not in (None, False):
-        problem = f"{name}.function.strict is {show(function['strict'])}"
-        raise Unsupported(f"{problem}: it is not offered for calls that the model chooses; leave it out")
+    if function.get("strict") is not None:
+        expect(f"{name}.function.strict", function["strict"], bool, "true or false")
     kept = {key: value for key, value in function.items() if key != "strict" and value is not None}
     return {"type": "function", "function": kept}
+
+
+def _call_rules(parts: dict[str, Any], names: list[str]) -> CallRules | None:
+    choice = parts.get("tool_choice", "auto")
+    is_parallel = expect("parallel_tool_calls", parts.get("parallel_tool_calls", True), bool, "true or false")
+    strict = [tool["function"]["name"] for tool in parts.get("tools") or () if tool["function"].get("strict")]
+    if choice == "auto":
+        return CallRules(names, strict, must_call=False, is_parallel=is_parallel) if strict else None
+    chosen = names if choice == "required" else choice
+    if not isinstance(chosen, list) or not chosen or any(name not in names for name in chosen):
+        raise InvalidRequest(
+            f"tool_choice is {show(choice)}: it must be auto, required, or a list of names of functions in tools"
+        )
+    return CallRules(chosen, strict, must_call=True, is_parallel=is_parallel)
 
 
 def _function(name: str, given: dict[str, Any], keys: frozenset[str], outer: frozenset[str]) -> dict[str, Any]:
@@ -179,6 +203,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except Exception as error:  # nested too deep, or no Python: Jinja leaves that to Python
             raise ConfigError(f"the chat template does not compile: {error}") from None
+        self.source = source
         self._named_tokens = dict(named_tokens)
 
     @classmethod

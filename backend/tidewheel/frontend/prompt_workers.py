@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import LifoQueue
@@ -32,6 +33,7 @@ from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.control_tokens import ControlTokens, Spans
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.frontend.tool_grammar import ToolGrammars
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler, to_source
 from tidewheel_process.child import Child, describe_exit
@@ -91,6 +93,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     plain: Spans = ()  # must make no special token
     token_ids: bytes = b""  # little-endian int32
     error: ErrorInfo | None = None
+    grammar: Grammar | None = None  # of the answer to rendered messages
 
 
 class TokenizerFolder(NamedTuple):
@@ -257,9 +260,18 @@ class JobRunner:
                 self._compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
                 return Answer(source)
 
+    @cached_property
+    def _tool_grammars(self) -> ToolGrammars:
+        added = self.tokenizer.backend.get_added_tokens_decoder()
+        tokens = self._compiler.by_id({token.content: token_id for token_id, token in added.items()})
+        plain = {token.content for token in added.values() if not token.special}
+        return ToolGrammars("" if self.template is None else self.template.source, tokens, plain & tokens.keys())
+
     def prepare(self, job: Job) -> None:
         """Make what such jobs share, before the job's limit begins."""
         match job:
+            case RenderJob(conversation) if conversation.calls is not None:
+                _ = self._tool_grammars
             case GrammarTrial():
                 self._compiler.prepare()
             case EncodeJob(plain=plain) | TokenizeJob(EncodeJob(plain=plain)) if plain:
@@ -287,9 +299,10 @@ class JobRunner:
         text = to_text("messages", self.template.render(conversation))
         size, limit = len(text.encode("utf-8")), self._folder.max_prompt_bytes
         check_size("messages, as the chat template writes them,", size, limit, "max_prompt_bytes")
+        grammar = None if conversation.calls is None else self._tool_grammars.grammar(conversation, text)
         if not conversation.escapes_special_tokens:
-            return Answer(text)
-        return Answer(text, self._controls.plain_spans(conversation, text, self.template.render))
+            return Answer(text, grammar=grammar)
+        return Answer(text, self._controls.plain_spans(conversation, text, self.template.render), grammar=grammar)
 
     def _encode(self, job: EncodeJob) -> Int32Array:
         if job.plain:

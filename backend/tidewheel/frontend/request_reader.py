@@ -158,7 +158,11 @@ class RequestReader(MessageMaker):
         sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
         if options.close_session:
             return _close_session(key, request, options)
-        name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
+        name, text, prompt_ids, grammar = self._read_prompt(request, prompt_options, sampling)
+        if grammar is not None:
+            if sampling.grammar is not None:
+                raise InvalidRequest(f"{sampling.grammar.name} is set, and a grammar of tools too: send one of them")
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
         if is_embedding:
             sampling = msgspec.structs.replace(sampling, max_tokens=1, temperature=0.0)
         else:
@@ -204,7 +208,7 @@ class RequestReader(MessageMaker):
             return self._encoder.run(DecodeJob(request.input_ids.astype("<i4").tobytes())).text
         if request.input_ids is not None:
             raise InvalidRequest("input_ids is set, and task is tokenize: it takes text_input or messages")
-        prompt = self._text(name, request, options)
+        prompt, _ = self._text(name, request, options)
         return self._encoder.run(TokenizeJob(prompt, self._info.max_model_len, options.return_token_strs)).text
 
     def _prompt_name(self, request: GenerateRequest) -> str:
@@ -221,37 +225,37 @@ class RequestReader(MessageMaker):
 
     def _read_prompt(
         self, request: GenerateRequest, options: PromptOptions, sampling: SamplingParams
-    ) -> tuple[str, str | None, Int32Array]:
+    ) -> tuple[str, str | None, Int32Array, Grammar | None]:
         name = self._prompt_name(request)
         if options.return_token_strs:
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
         if self.speech is not None:
             options.check_for(name)
             language = options.language or next(iter(self.speech.lang_to_id), "").strip("<|>")
-            return name, None, self.speech.prompt(language, translate=options.translate)
+            return name, None, self.speech.prompt(language, translate=options.translate), None
         if request.input_ids is not None:
             options.check_for(name)
-            return name, None, truncated(request.input_ids, sampling, self._info)
-        prompt = self._text(name, request, options)
+            return name, None, truncated(request.input_ids, sampling, self._info), None
+        prompt, grammar = self._text(name, request, options)
         if sampling.truncate_prompt_tokens is None:
             self._check_length(name, prompt.text)
         prompt_ids = self._encoder.encode(
             prompt.text, add_special_tokens=prompt.add_special_tokens, plain=prompt.plain
         )
         kept = truncated(prompt_ids, sampling, self._info)
-        return name, prompt.text if len(kept) == len(prompt_ids) else None, kept
+        return name, prompt.text if len(kept) == len(prompt_ids) else None, kept, grammar
 
-    def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> EncodeJob:
+    def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> tuple[EncodeJob, Grammar | None]:
         options.check_for(name)
         if request.messages is None:
-            return EncodeJob(to_text(name, request.text), options.add_special_tokens is not False)
+            return EncodeJob(to_text(name, request.text), options.add_special_tokens is not False), None
         conversation = msgspec.structs.replace(
             parse_conversation(request.messages),
             add_generation_prompt=options.add_generation_prompt is not False,
             escapes_special_tokens=self._settings.escape_special_tokens,
         )
         rendered = self._encoder.run(RenderJob(conversation))
-        return EncodeJob(rendered.text, bool(options.add_special_tokens), rendered.plain)
+        return EncodeJob(rendered.text, bool(options.add_special_tokens), rendered.plain), rendered.grammar
 
     def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         room = self._info.max_num_tokens - num_prompt_tokens

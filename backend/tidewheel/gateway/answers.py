@@ -95,7 +95,6 @@ class TextWriter(AnswerWriter):
         assert isinstance(body, GenerateBody)
         self._body = body
         self._is_chat = isinstance(body, ChatBody)
-        self._has_one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
         self._options = body.stream_options or StreamOptions()
         self._num_logprobs: int | None = request.params.get("logprobs")
         self._reasoning = reasoning
@@ -188,15 +187,16 @@ class TextWriter(AnswerWriter):
         fields: Json = {"content": output.content} if output.content else {}
         if output.reasoning:
             fields["reasoning_content"] = output.reasoning
-        first = state.num_calls
-        calls = output.calls[: max(1 - first, 0)] if self._has_one_call else output.calls
-        state.num_calls += len(calls)
-        if calls:
-            fields["tool_calls"] = [self._call(one, number) for number, one in enumerate(calls, start=first)]
-        return fields
+        calls = []
+        for call in output.calls:
+            state.num_calls += bool(call.id)
+            calls.append(self._call(call, state.num_calls - 1))
+        return fields | ({"tool_calls": calls} if calls else {})
 
     def _call(self, call: ToolCall, number: int) -> Json:
         place = {"index": number} if self._body.stream else {}
+        if not call.id:
+            return {**place, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
         return {**place, "id": call.id, "type": "function", "function": function}
 
@@ -223,7 +223,14 @@ def parser_of(request: UpstreamRequest, reasoning: Reasoning) -> OutputParser:
     """Return a parser of one sequence. An answer in a grammar has no thoughts."""
     if grammar_field(request.params):
         reasoning = "off"
-    return OutputParser(request.tools, reasoning, is_forced=bool(request.schema_name))
+    has_one_call = isinstance(request.body, ChatBody) and not request.body.parallel_tool_calls
+    return OutputParser(
+        request.tools,
+        reasoning,
+        is_forced=request.must_call,
+        is_strict=request.is_strict,
+        has_one_call=has_one_call,
+    )
 
 
 def as_event(event: Json) -> bytes:

@@ -141,7 +141,6 @@ class Gateway:
             request.model, task = self._upstreams.model(name, endpoint.tasks)
             attempt = EncoderAttempt if task in ("embed", "rerank") else endpoint.attempt
             request.request_id, request.traceparent = _request_id(http, request), _traceparent(http)
-            http["schema_name"] = request.schema_name
             indices = range(len(request.prompts))
             attempts = await self._beside(size * len(indices), lambda: [attempt(request, index) for index in indices])
             writer = endpoint.writer(request)
@@ -342,7 +341,7 @@ def _error_response(http: web.Request, error: RequestError) -> web.Response:
     if http.path.startswith(_PROXIED):
         body = msgspec.json.encode({"error": str(error)})
     else:
-        body = errors.openai_body(error, http.get("fields", ()), http.get("schema_name", ""))
+        body = errors.openai_body(error, http.get("fields", ()))
     if http.path.startswith(_ANTHROPIC):
         body = errors.anthropic_body(body, status)
     return _json_response(body, status=status, headers=errors.headers_of(error))

@@ -82,7 +82,6 @@ class BlockWriter(AnswerWriter):
         super().__init__(request)
         assert isinstance(request.body, ChatBody)
         self._parser = parser_of(request, reasoning)
-        self._has_one_call = not request.body.parallel_tool_calls
         self._has_begun = False
         self.usage = Usage()
         self.blocks: list[Block] = []
@@ -112,27 +111,26 @@ class BlockWriter(AnswerWriter):
         if chunk.finish_reason is not None:
             output += self._parser.end()
             self.is_cut = chunk.finish_reason != "stop" or self._parser.was_cut
+        calls = list(output.calls)
+        if calls and not calls[0].id:
+            events += self._add("call", calls.pop(0).arguments)
         events += self._add("thoughts", output.reasoning) + self._add("text", output.content)
-        for call in output.calls:
-            if self.has_calls and self._has_one_call:
-                break
+        for call in calls:
             self.has_calls = True
             events += self._open(Block("call", len(self.blocks), name=call.name, call_id=call.id))
-            events += self._extend(call.arguments)
+            events += self._add("call", call.arguments)
         if chunk.finish_reason is not None and self.blocks:
             events += self.closed(self.blocks[-1])
         return events
 
-    def _add(self, kind: Literal["thoughts", "text"], text: str) -> list[Json]:
+    def _add(self, kind: Literal["thoughts", "text", "call"], text: str) -> list[Json]:
         if not text:
             return []
         is_open = bool(self.blocks) and self.blocks[-1].kind == kind
-        return ([] if is_open else self._open(Block(kind, len(self.blocks)))) + self._extend(text)
+        opened = [] if is_open else self._open(Block(kind, len(self.blocks)))
+        self.blocks[-1].text += text
+        return opened + self.extended(self.blocks[-1], text)
 
     def _open(self, block: Block) -> list[Json]:
         self.blocks.append(block)
         return (self.closed(self.blocks[-2]) if block.index else []) + self.opened(block)
-
-    def _extend(self, text: str) -> list[Json]:
-        self.blocks[-1].text += text
-        return self.extended(self.blocks[-1], text)

@@ -12,13 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
-from tidewheel.gateway.output_parser import (
-    allowed_tools,
-    call_grammar,
-    forced_functions,
-    functions_of,
-    without_strict,
-)
+from tidewheel.gateway.output_parser import allowed_tools, forced_functions, functions_of
 from tidewheel.request_options import to_priority
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import DeadlineExceeded, InvalidRequest, Unsupported
@@ -35,7 +29,6 @@ MAX_CONTAINERS = 1 << 15  # lists, objects and keys
 MAX_ITEMS = 1 << 18
 MAX_DEPTH = 512  # far below the depth at which Python refuses to read or write JSON
 _SMALL = 1 << 14  # bytes that need no check
-_MOST_CHARS = 200  # of functions' names in messages
 _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _THINKING = ("enable_thinking", "thinking")  # switches of chat templates: Qwen 3 and GLM; DeepSeek 3.1 and Granite
@@ -140,7 +133,8 @@ class UpstreamRequest:
     traceparent: str = ""
     stream: bool = False
     tools: frozenset[str] | None = None  # function names; None: calls are text
-    schema_name: str = ""  # of a forced call, for messages
+    must_call: bool = False  # one of `tools`
+    is_strict: bool = False  # where the model chooses to call, a grammar follows
     begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms`
 
     @property
@@ -268,19 +262,20 @@ def read_chat(fields: Fields) -> UpstreamRequest:
     allowed, choice = allowed_tools(body.tools, body.tool_choice)
     # Where a grammar allows some of the tools, the prompt has all, and its beginning stays cached.
     tools = [] if choice == "none" else allowed if choice == "auto" else body.tools
-    functions, schema_name = functions_of(allowed), ""
-    if choice not in ("auto", "none"):
+    functions, must_call, rules = functions_of(allowed), choice not in ("auto", "none"), Fields()
+    if must_call:
         functions = forced_functions(functions, choice, params)
-        names = " or ".join(functions)
-        schema_name = f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
-        params["structured_outputs"], tools = call_grammar(functions), without_strict(tools)
+        rules = {"tool_choice": list(functions)}
+    if tools and (not body.parallel_tool_calls or isinstance(choice, dict)):
+        rules["parallel_tool_calls"] = False
     if tools:
         params.setdefault("skip_special_tokens", False)  # a call's mark may be one
     thinks = None if body.reasoning_effort is None else body.reasoning_effort != "none"
     variables = template_variables(body.chat_template_kwargs, thinks, body.reasoning_effort)
-    prompt = _conversation(body.messages, tools, variables)
+    prompt = _conversation(body.messages, tools, variables, rules)
     request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
-    request.tools, request.schema_name = frozenset(functions) if tools else None, schema_name
+    request.tools, request.must_call = frozenset(functions) if tools else None, must_call
+    request.is_strict = not must_call and any(function.get("strict") for function in functions.values())
     return request
 
 
@@ -308,7 +303,7 @@ def read_tokenize(fields: Fields) -> UpstreamRequest:
         raise InvalidRequest("tools and chat_template_kwargs go with messages: leave them out")
     prompt: Prompt = {"text_input": body.prompt}
     if body.messages is not None:
-        prompt = _conversation(body.messages, body.tools, body.chat_template_kwargs)
+        prompt = _conversation(body.messages, body.tools, body.chat_template_kwargs, {})
     return UpstreamRequest(body=body, prompts=[prompt | {"task": "tokenize"}], params=params)
 
 
@@ -348,11 +343,13 @@ def template_variables(given: Fields, thinks: bool | None, effort: str | None) -
     return switches | ({} if effort is None else {"reasoning_effort": effort}) | given
 
 
-def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: Fields) -> Prompt:
+def _conversation(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: Fields, rules: Fields
+) -> Prompt:
     messages = [_message(message) for message in messages]
     parts = {"tools": tools, "chat_template_kwargs": template_kwargs}
     # Messages last: routers hash the text, and a later turn begins with the former one.
-    given = {name: part for name, part in parts.items() if part} | {"messages": messages}
+    given = {name: part for name, part in parts.items() if part} | rules | {"messages": messages}
     return {"messages": msgspec.json.encode(given if len(given) > 1 else messages).decode()}
 
 

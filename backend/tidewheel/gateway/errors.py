@@ -75,7 +75,6 @@ _NAMES = {
 }
 _ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _ANTHROPIC_TYPES |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
-_FORCED = "structured_outputs.json"  # of the backend
 _BUG = Meaning(500, _SERVER, "internal_error")
 
 
@@ -95,16 +94,11 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
     return headers
 
 
-def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the error as JSON. `param` is the first word of the message, if it is one of `fields`.
-
-    For a forced call, `schema_name` stands for the schema that the gateway made.
-    """
+def openai_body(error: errors.RequestError, fields: Container[str] = ()) -> bytes:
+    """Return the error as JSON. `param` is the first word of the message, if it is one of `fields`."""
     meaning = meaning_of(error)
     first = error.message.split(" ", 1)[0].rstrip(":")
     named = next((name for name in _NAMES.get(first, ()) if name in fields), first)
-    if first == _FORCED and schema_name:
-        named = schema_name
     name = named.split(":", 1)[0]
     is_known = isinstance(error, FieldMissing) or name.split(".", 1)[0].split("[", 1)[0] in fields
     message = named + error.message.removeprefix(first)

@@ -1,32 +1,30 @@
-"""Reasoning, content and calls of tools in a model's text. Three ways to mark calls are read, whatever the model:
-
-Hermes, Qwen   <tool_call>{"name": …, "arguments": {…}}</tool_call>
-Mistral        [TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}
-Llama 3        {"name": …, "parameters": {…}} as the whole text, perhaps after <|python_tag|>
-"""
+"""Reasoning, content and calls of tools in a model's text, in every format of `tidewheel.tool_formats`."""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from tidewheel.tool_formats.known_formats import CALL_MARKS, MORE_THOUGHT_MARKS, SILENT_MARKS, THOUGHT_MARKS
+from tidewheel.tool_formats.tool_format import OBJECT_HEAD, CallMark
 from tidewheel_client.errors import InvalidRequest
 
 Reasoning = Literal["tagged", "always", "off"]  # always: the template opens the tag
 
-_THINK, _END_THINK = "<think>", "</think>"
-_MISTRAL = "[TOOL_CALLS]"
-_CLOSINGS = {"<tool_call>": "</tool_call>", _MISTRAL: "", "<|python_tag|>": ""}  # empty: up to the end
-_NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
+_BARE = CallMark(OBJECT_HEAD)  # of text that begins with {
+_HEADS = {mark: re.compile(rest.head, re.DOTALL) for mark, rest in {**CALL_MARKS, "": _BARE}.items()}
+_BARE_BEGINNING = re.compile(r'\s*\{\s*(?:$|"(?:$|n(?:$|a(?:$|m(?:$|e)))))')
+_AFTER_ARGUMENTS = " \t\r\n;,}]"  # after a call's arguments
 _BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\])*")
-# Beginning of a forced call: the name, perhaps cut, and the arguments.
-_CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)(?:"\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
+_CUT_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
+_STRUCTURE = re.compile(r'[\\"{}\[\]]')
+_OPENERS = re.compile(r"[<\[]")
+_NOTHING = "(?!)"  # matches no text
 _decoder = json.JSONDecoder()
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "decoding_guide_type")
 _FIELDS = ("structured_outputs", "response_format", *(f"guided_{name}" for name in _GRAMMARS))
 
@@ -36,7 +34,7 @@ Functions = Mapping[str, Mapping[str, Any]]  # by name
 
 
 class ToolCall(NamedTuple):
-    id: str
+    id: str  # empty: `arguments` go on those of the call before
     name: str
     arguments: str  # JSON
 
@@ -44,64 +42,144 @@ class ToolCall(NamedTuple):
 class ParsedOutput(NamedTuple):
     content: str = ""
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ToolCall, ...] = ()  # a first one without an id precedes `content` and `reasoning`
 
     def __add__(self, other: ParsedOutput) -> ParsedOutput:  # type: ignore[override]
-        return ParsedOutput(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+        calls, more = self.calls, other.calls
+        if calls and more and not more[0].id:
+            joined = calls[-1]._replace(arguments=calls[-1].arguments + more[0].arguments)
+            calls, more = (*calls[:-1], joined), more[1:]
+        return ParsedOutput(self.content + other.content, self.reasoning + other.reasoning, calls + more)
+
+
+class _MarkFinder:
+    """Finder of the first of some marks, each of which begins with `<` or `[`."""
+
+    def __init__(self, marks: Iterable[str]) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, marks)) or _NOTHING)
+        self._beginnings = {mark[:length] for mark in marks for length in range(1, len(mark))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def split(self, text: str) -> tuple[str, str, str]:
+        """Return the text before a mark, the mark, and the rest: without a mark, what may begin one."""
+        if (found := self._pattern.search(text)) is not None:
+            return text[: found.start()], found[0], text[found.end() :]
+        for opener in _OPENERS.finditer(text, max(len(text) - self._longest, 0)):
+            if text[opener.start() :] in self._beginnings:
+                return text[: opener.start()], "", text[opener.start() :]
+        return text, "", ""
+
+
+class _ObjectScanner:
+    """Finder of the end of a JSON object that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_string = False
+        self._escaped = -1  # index in the next piece
+
+    def find_end(self, piece: str) -> int:
+        """Return the length of the piece up to the object's end; 0: it goes on."""
+        for match in _STRUCTURE.finditer(piece):
+            char, at = match[0], match.start()
+            if at == self._escaped:
+                continue
+            if self._is_string and char == "\\":
+                self._escaped = at + 1
+            elif char == '"':
+                self._is_string = not self._is_string
+            elif not self._is_string and char != "\\":
+                self._depth += 1 if char in "{[" else -1
+                if self._depth <= 0:
+                    return at + 1
+        self._escaped -= len(piece)
+        return 0
 
 
 _State = Callable[[], ParsedOutput | None]
+_CONTENT_MARKS = _MarkFinder((*CALL_MARKS, *SILENT_MARKS, *MORE_THOUGHT_MARKS))
+_NO_MARKS = _MarkFinder(())
+_THOUGHT_ENDS = {end: _MarkFinder((end,)) for end in (*THOUGHT_MARKS.values(), *MORE_THOUGHT_MARKS.values())}
 
 
 class OutputParser:
     """Incremental parser of one sequence's text. It withholds text that may begin a mark."""
 
-    def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
-        """`tools`: function names; None: text of calls stays content. `is_forced`: the whole text is one call."""
+    def __init__(
+        self,
+        tools: frozenset[str] | None,
+        reasoning: Reasoning,
+        *,
+        is_forced: bool = False,
+        is_strict: bool = False,
+        has_one_call: bool = False,
+    ) -> None:
+        """`tools`: function names; None: text of calls stays content. `is_forced`: after thoughts comes a call.
+
+        `is_strict`: a call outside marks begins with its name, as in the grammar. `has_one_call`: later calls are
+        dropped.
+        """
         self._tools = tools
         self._is_forced = is_forced
-        self.was_cut = False  # the forced call
+        self._is_strict = is_strict
+        self._has_one_call = has_one_call
+        self._num_calls = 0
+        self.was_cut = False  # the last call
         self._reasoning = reasoning
         self._held = ""
-        self._opening = ""  # mark of the current call
+        self._mark = ""  # of the current call
+        self._thought_end = THOUGHT_MARKS["<think>"]
+        self._scanner = _ObjectScanner()
         self._state: _State = self._in_thought if reasoning == "always" else self._at_start
-        if is_forced:
-            self._state = self._in_call
 
     def push(self, text: str) -> ParsedOutput:
         self._held += text
         output = ParsedOutput()
         while (part := self._state()) is not None:
-            output += part
+            output += self._counted(part)
         return output
 
     def end(self) -> ParsedOutput:
+        return self._counted(self._end())
+
+    def _counted(self, part: ParsedOutput) -> ParsedOutput:
+        calls = []
+        for call in part.calls:
+            self._num_calls += bool(call.id)
+            if self._num_calls == 1 or not self._has_one_call:
+                calls.append(call)
+        return part._replace(calls=tuple(calls))
+
+    def _end(self) -> ParsedOutput:
         held, self._held = self._held, ""
         if self._state == self._in_thought:
             return ParsedOutput(reasoning=held)
+        if self._state == self._in_arguments:
+            self.was_cut = True
+            return ParsedOutput()
+        if self._state == self._after_call:
+            return ParsedOutput()
         if self._state == self._in_call:
             return self._parse_calls(held)
-        return ParsedOutput(held)
+        return self._cut_call(held) if self._is_forced and not self._num_calls else ParsedOutput(held)
 
     # A state returns its part; None: it needs more text.
 
     def _at_start(self) -> ParsedOutput | None:
-        text = self._held.lstrip()
-        if self._reasoning == "tagged" and (not text or _THINK.startswith(text)) and text != _THINK:
+        text, marks = self._held.lstrip(), THOUGHT_MARKS if self._reasoning == "tagged" else {}
+        if mark := next(filter(text.startswith, marks), ""):
+            self._held, self._thought_end, self._state = text.removeprefix(mark), marks[mark], self._in_thought
+        elif any(mark.startswith(text) for mark in marks):
             return None
-        if self._reasoning == "tagged" and text.startswith(_THINK):
-            self._held, self._state = text.removeprefix(_THINK), self._in_thought
         else:
             self._state = self._at_content
         return ParsedOutput()
 
     def _in_thought(self) -> ParsedOutput | None:
-        thought, end, rest = self._held.partition(_END_THINK)
+        thought, end, self._held = _THOUGHT_ENDS[self._thought_end].split(self._held)
         if end:
-            self._held, self._state = rest, partial(self._skip_space, self._at_content)
-            return ParsedOutput(reasoning=thought)
-        text = self._take_certain((_END_THINK,))
-        return ParsedOutput(reasoning=text) if text else None
+            self._state = partial(self._skip_space, self._at_content)
+        return ParsedOutput(reasoning=thought) if thought or end else None
 
     def _at_content(self) -> ParsedOutput | None:
         text = self._held.lstrip()
@@ -111,23 +189,50 @@ class OutputParser:
         return ParsedOutput()
 
     def _in_content(self) -> ParsedOutput | None:
-        marks = () if self._tools is None else tuple(_CLOSINGS)
-        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-        if not found:
-            text = self._take_certain(marks)
-            return ParsedOutput(text) if text else None
-        at, self._opening = min(found)
-        content, self._held = self._held[:at], self._held[at + len(self._opening) :]
-        self._state = self._in_call
-        return ParsedOutput(content)
+        marks = _NO_MARKS if self._tools is None else _CONTENT_MARKS
+        content, mark, self._held = marks.split(self._held)
+        if mark in MORE_THOUGHT_MARKS and self._reasoning != "off":
+            self._thought_end, self._state = MORE_THOUGHT_MARKS[mark], self._in_thought
+        elif mark in CALL_MARKS:
+            self._mark, self._state = mark, self._in_call
+        return ParsedOutput(content) if content or mark else None
 
     def _in_call(self) -> ParsedOutput | None:
-        closing = _CLOSINGS.get(self._opening, "")
+        head = _HEADS[self._mark].match(self._held)
+        if head is not None and (self._mark or head["name"] in (self._tools or ())):
+            self._held, self._state, self._scanner = self._held[head.end() :], self._in_arguments, _ObjectScanner()
+            return ParsedOutput(calls=(ToolCall(_new_id(), head[head.lastgroup or "name"], ""),))
+        if self._is_strict and not self._mark and not _BARE_BEGINNING.match(self._held):
+            self._state = self._in_content
+            return ParsedOutput()
+        closing = self._closing
         if not closing or closing not in self._held:
             return None
         raw, _, self._held = self._held.partition(closing)
         self._state = partial(self._skip_space, self._in_content)
         return self._parse_calls(raw, closing)
+
+    def _in_arguments(self) -> ParsedOutput | None:
+        if not self._held:
+            return None
+        end = self._scanner.find_end(self._held)
+        piece = self._held[: end or None]
+        self._held = self._held[len(piece) :]
+        if end:
+            self._state = self._after_call
+        return ParsedOutput(calls=(ToolCall("", "", piece),))
+
+    def _after_call(self) -> ParsedOutput | None:
+        if closing := self._closing:
+            if closing not in self._held:
+                return None
+            self._held, self._state = self._held.partition(closing)[2], partial(self._skip_space, self._in_content)
+            return ParsedOutput()
+        self._held = self._held.lstrip(_AFTER_ARGUMENTS)
+        if not self._held:
+            return None
+        self._state = self._in_call if self._held.startswith("{") else self._in_content
+        return ParsedOutput()
 
     def _skip_space(self, state: _State) -> ParsedOutput | None:
         self._held = self._held.lstrip()
@@ -136,37 +241,38 @@ class OutputParser:
         self._state = state
         return ParsedOutput()
 
-    def _take_certain(self, marks: tuple[str, ...]) -> str:
-        lengths = range(min(len(self._held), max(map(len, marks), default=1) - 1), 0, -1)
-        num_held = next((n for n in lengths if any(mark.startswith(self._held[-n:]) for mark in marks)), 0)
-        num_taken = len(self._held) - num_held
-        text, self._held = self._held[:num_taken], self._held[num_taken:]
-        return text
+    @property
+    def _closing(self) -> str:
+        return CALL_MARKS[self._mark].closing if self._mark else ""
 
     def _parse_calls(self, raw: str, closing: str = "") -> ParsedOutput:
+        """Return the calls of a text that does not begin with a name and an object of arguments."""
         try:
             calls = tuple(_read_calls(raw))
         except (ValueError, RecursionError):
             calls = ()
-        if self._is_forced:
-            self.was_cut = not calls
-            return ParsedOutput(calls=calls or (_cut_call(raw, self._tools or frozenset()),))
-        if not calls or (not self._opening and any(call.name not in (self._tools or ()) for call in calls)):
-            return ParsedOutput(self._opening + raw + closing)
+        if not calls and self._is_forced and not self._num_calls:
+            return self._cut_call(raw)
+        if not calls or (not self._mark and any(call.name not in (self._tools or ()) for call in calls)):
+            return ParsedOutput(self._mark + raw + closing)
         return ParsedOutput(calls=calls)
+
+    def _cut_call(self, text: str) -> ParsedOutput:
+        """Return a forced call that was cut off before its arguments, its name completed if only one fits."""
+        self.was_cut = True
+        found = _CUT_NAME.search(text)
+        begin = found[1] if found else ""
+        fitting = [name for name in self._tools or () if name.startswith(begin)]
+        return ParsedOutput(calls=(ToolCall(_new_id(), fitting[0] if len(fitting) == 1 else begin, ""),))
 
 
 def _read_calls(text: str) -> Iterator[ToolCall]:
     """Yield the tool calls of a text. Raise ValueError if it holds anything else."""
     position = _skip(text, 0)
     while position < len(text):
-        if (named := _NAME.match(text, position)) is not None:
-            arguments, position = _decoder.raw_decode(text, named.end())
-            yield _call({"name": named[1], "arguments": arguments})
-        else:
-            value, position = _decoder.raw_decode(text, position)
-            for item in value if isinstance(value, list) else [value]:
-                yield _call(item)
+        value, position = _decoder.raw_decode(text, position)
+        for item in value if isinstance(value, list) else [value]:
+            yield _call(item)
         position = _skip(text, position)
 
 
@@ -182,14 +288,6 @@ def _call(item: Any) -> ToolCall:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(_new_id(), item["name"], arguments)
-
-
-def _cut_call(text: str, names: frozenset[str]) -> ToolCall:
-    """Return a forced call that was cut off, its name completed if only one fits."""
-    found = _CUT.match(text)
-    begin, arguments = (found[1], found[2] or "") if found else ("", "")
-    fitting = [name for name in names if json.dumps(name, ensure_ascii=False)[1:-1].startswith(begin)]
-    return ToolCall(_new_id(), fitting[0] if len(fitting) == 1 else begin, arguments)
 
 
 def _new_id() -> str:
@@ -226,12 +324,6 @@ def forced_functions(known: Functions, tool_choice: ToolChoice, params: Mapping[
     return {name: known[name] for name in names}
 
 
-def call_grammar(functions: Functions) -> dict[str, Any]:
-    """Return the grammar of `{"name": …, "arguments": {…}}`, the form of a forced call for all models."""
-    calls = [_call_schema(name, function.get("parameters") or _NO_PARAMETERS) for name, function in functions.items()]
-    return {"json": {"anyOf": calls}}
-
-
 def grammar_field(params: Mapping[str, object]) -> str:
     """Return the first parameter that asks for a grammar; empty without one."""
     return next((name for name in _FIELDS if _is_grammar(name, params.get(name))), "")
@@ -252,23 +344,3 @@ def _chosen_name(tool_choice: ToolChoice) -> str:
         f"tool_choice is {str(tool_choice)[:80]!r}: it must be auto, none, required, or an object of the type "
         '"function" with the name of one, or "allowed_tools" with some'
     )
-
-
-def without_strict(tools: Tools) -> Tools:
-    """Return the tools without `strict`: a forced call follows its schema."""
-    functions = [tool.get("function") for tool in tools]
-    bare = [{k: v for k, v in one.items() if k != "strict"} if isinstance(one, dict) else one for one in functions]
-    return [{**tool, "function": function} for tool, function in zip(tools, bare, strict=True)]
-
-
-def _call_schema(name: str, parameters: object) -> dict[str, Any]:
-    if not isinstance(parameters, Mapping):
-        raise InvalidRequest(f"tools: the parameters of {name} must be a JSON schema, an object")
-    # The $id keeps the parameters' references ("#/$defs/…") within them.
-    arguments = {"$id": f"tool:{name}", **parameters}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }

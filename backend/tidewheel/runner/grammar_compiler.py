@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +56,7 @@ _WRITTEN = {
     GrammarKind.REGEX: "a pattern",
     GrammarKind.CHOICE: "a list of choices",
     GrammarKind.EBNF: "rules in GBNF or Lark",
+    GrammarKind.LARK: "rules in Lark",
 }
 _STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # precede a schema's `x-guidance`
 
@@ -85,6 +86,13 @@ class GrammarCompiler:
                     raise
                 self._tokens = ConfigError(f"{self._path} cannot be used for grammars: {_one_line(str(error))}")
         return self._tokens
+
+    def by_id(self, tokens: Mapping[str, int]) -> dict[str, int]:
+        """Return those of some tokens that grammars match by id, not by text."""
+        known = self.prepare()
+        if isinstance(known, ConfigError):
+            return {}
+        return {text: token_id for text, token_id in tokens.items() if known.is_special_token(token_id)}
 
     def _read_tokens(self) -> LLTokenizer:
         backend = tokenizers.Tokenizer.from_str(read_at_most(self._path, MAX_TOKENIZER_BYTES).decode("utf-8"))
@@ -135,6 +143,8 @@ def to_source(grammar: Grammar) -> str:
                 return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}")
             case GrammarKind.EBNF:
                 return LLMatcher.grammar_from_lark(to_lark(grammar.text))
+            case GrammarKind.LARK:
+                return LLMatcher.grammar_from_lark(grammar.text)
     except TidewheelError:
         raise
     except RecursionError:

@@ -50,8 +50,9 @@ def answer(asked: Asked) -> Answer:
 
 def _texts(conversation: Conversation, sampling: dict[str, Any]) -> list[str]:
     last, names = conversation.messages[-1], [tool["function"]["name"] for tool in conversation.tools or []]
-    if sampling.get("structured_outputs"):
-        return [json.dumps({"name": names[0], "arguments": CALLS[names[0]]})]
+    if conversation.calls is not None and conversation.calls.must_call:
+        called = conversation.calls.names[0]
+        return [json.dumps({"name": called, "arguments": CALLS[called]})]
     if sampling.get("response_format", {}).get("type") == "json_schema":
         return [PLACE[:4], PLACE[4:]]
     texts = ["<think>H", "m.</think>"]

@@ -1,0 +1,38 @@
+"""Texts around thoughts and calls of tools, as a family of models writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
+# The arguments follow.
+OBJECT_HEAD = rf'\s*\{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+NAMED_OBJECT = '{"name": "NAME", "arguments": '
+
+
+@dataclass(frozen=True, slots=True)
+class CallMark:
+    """Rest of a call whose mark has been read."""
+
+    head: str  # pattern from the mark to the arguments, with the group `name`
+    closing: str = ""  # after the arguments; empty: the call ends with them
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """`opening`, a call, `separator`, a call, …, `closing`. A call is `begin`, arguments in JSON, `end`."""
+
+    begin: str  # with NAME for the function's
+    end: str = ""
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    trigger: str = ""  # with which opening or begin begin; empty: text that begins with { is a call
+    marks: dict[str, CallMark] = field(default_factory=dict)  # of calls
+    silent: tuple[str, ...] = ()  # marks of no part of the answer
+    thoughts: tuple[str, str] | None = None  # their marks; None: those of the template, if any
+    more_thoughts: tuple[str, ...] = ()  # marks of thoughts within an answer
+    after_thoughts: str = ""
+    answer: str = ""  # before text that is no call
+    preamble: tuple[str, str] = ("", "")  # around text before a call
+    has_one_call: bool = False  # in an answer

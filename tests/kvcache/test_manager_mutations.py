@@ -10,6 +10,9 @@
 * *oldest session last*: under pressure the session used last gives way.
 * *quota forgotten*: a session keeps whatever its request had.
 * *wrong content kept*: what was found to be wrong stays in the host tier.
+* *fetched blocks mixed up*: what comes back for a session goes into each other's blocks.
+* *fetched blocks free*: blocks are given away while a session's content is on its way to them.
+* *slots never released*: a session keeps the slots that it held before.
 """
 
 from __future__ import annotations
@@ -129,9 +132,33 @@ def wrong_content_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "forget", forget)
 
 
+def fetched_blocks_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    real = TransferQueue.fetch
+    patch.setattr(TransferQueue, "fetch", lambda self, slots, blocks: real(self, slots[::-1], blocks))
+
+
+def fetched_blocks_free(patch: pytest.MonkeyPatch) -> None:
+    def fetch(self: TransferQueue, slots: Any, blocks: Any) -> None:
+        self._fetched.in_slots.extend(slots)
+        self._pool.free(blocks)
+
+    patch.setattr(TransferQueue, "fetch", fetch)
+
+
+def slots_never_released(patch: pytest.MonkeyPatch) -> None:
+    real = SessionStore._keep_in_host
+
+    def keep(self: SessionStore, session: Any) -> None:
+        session.host_slots = ()
+        real(self, session)
+
+    patch.setattr(SessionStore, "_keep_in_host", keep)
+
+
 MUTATIONS = (
     tail_shared, copy_source_not_held, slot_given_away, tenant_forgotten, written_out_too_early, fork_too_long,
-    session_never_released, oldest_session_last, quota_forgotten, wrong_content_kept,
+    session_never_released, oldest_session_last, quota_forgotten, wrong_content_kept, fetched_blocks_mixed_up,
+    fetched_blocks_free, slots_never_released,
 )  # fmt: skip
 
 

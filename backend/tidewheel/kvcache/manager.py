@@ -74,7 +74,7 @@ class KVCacheManager:
         stats = self.stats
         stats.num_free_blocks = self.num_free_blocks
         stats.num_cached_blocks = self._pool.num_cached
-        stats.num_free_host_blocks = self._host.num_free
+        stats.num_free_host_blocks = self._host.num_free + self._host.num_kept
         stats.num_sessions = len(self.sessions)
         stats.num_session_blocks = self._pool.num_kept
         return stats
@@ -184,6 +184,7 @@ class KVCacheManager:
         """Queue copies of a row's full blocks to the host tier, before `free`; return how many the tier will hold."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
+        self.sessions.make_host_room(sealed)
         return self.transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
@@ -213,7 +214,8 @@ class KVCacheManager:
         else:
             self.transfers.hold(table, after_step)
 
-    def take_transfers(self, step_id: int) -> TransferArrays:
+    def take_transfers(self, step_id: int, *, keep_free: int = 0) -> TransferArrays:
+        self.sessions.prefetch(keep_free)
         transfers, arrivals = self.transfers.take(step_id)
         for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.
             first = self._num_sealed[row]

@@ -20,6 +20,7 @@ import numpy as np
 
 from tidewheel.batch import WeightVariant
 from tidewheel.kvcache.block_pool import BlockPool
+from tidewheel.kvcache.pauses import Pause
 from tidewheel.request import Request
 
 _DOMAIN = b"tidewheel kv block v2\0"
@@ -80,8 +81,10 @@ class KVSession:
     keys: tuple[bytes, ...]
     tail_tokens: bytes  # int32 little endian; may be empty
     tail_key: bytes
-    blocks: tuple[int, ...]  # in the pool, tail last; empty once given up
+    blocks: tuple[int, ...]  # in the pool, tail last; empty once given up, the first full ones while brought back
     expires_at: float
+    pause: Pause | None = None  # while tools run, and until the next turn ends
+    host_slots: tuple[int, ...] = ()  # kept while tools run
 
     @property
     def name(self) -> SessionName:
@@ -89,7 +92,7 @@ class KVSession:
 
     @property
     def tail_block(self) -> int:
-        return self.blocks[-1] if self.tail_tokens and self.blocks else -1
+        return self.blocks[-1] if self.tail_tokens and len(self.blocks) > len(self.keys) else -1
 
 
 class PrefixHit(NamedTuple):

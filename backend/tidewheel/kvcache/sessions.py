@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from types import MappingProxyType
 from typing import NamedTuple
@@ -9,10 +9,15 @@ from typing import NamedTuple
 from tidewheel.errors import NotFound, require
 from tidewheel.event_heap import EventHeap
 from tidewheel.kvcache.block_pool import BlockPool
+from tidewheel.kvcache.pauses import Duration, Pause, ToolDurations
 from tidewheel.kvcache.prefix import KVSession, SessionName, extend_block_hashes, parent_hash, tokens_between
 from tidewheel.kvcache.transfers import TransferQueue
 from tidewheel.request import Request
 from tidewheel.tenants import TenantLimits, account_of, limits_of
+
+FETCHED_BLOCKS = 16  # brought back in one step
+FURTHER = 1.5  # times as far as the session that is brought back: the next turn of one that makes room for it
+AT_ONCE = Duration(-7.0, 1.0)  # until a turn that has arrived begins
 
 
 class SessionLimits(NamedTuple):
@@ -51,8 +56,10 @@ class SessionStore:
     """Sessions by name, and by tenant in order of use, with the blocks that they keep between turns.
 
     The pool counts the blocks as free. Under pressure the least recently used session moves to the host tier, or
-    ends. Two requests may use a session at once: they share full blocks and copy the partial one. Above
-    `max_sessions`, drop the least recently used session of the tenant with most, in the account with most.
+    ends. Sessions whose tools run follow last: of the tenant with most blocks for its weight, the one whose next turn
+    is expected last. They come back before that turn. Two requests may use a session at once: they share full blocks
+    and copy the partial one. Above `max_sessions`, drop the least recently used session of the tenant with most, in
+    the account with most.
     """
 
     def __init__(
@@ -63,8 +70,17 @@ class SessionStore:
         self._transfers = transfers
         self._block_size = block_size
         self.limits = limits
+        self.now = 0.0
+        self.tools = ToolDurations()
+        self._start()
+
+    def _start(self) -> None:
         self._sessions: dict[SessionName, KVSession] = {}
-        self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()  # with blocks, least recently used first
+        # With blocks and without a pause, least recently used first.
+        self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()
+        self._paused: dict[SessionName, KVSession] = {}
+        self._returns = EventHeap[KVSession](lambda event: self._paused.get(event.subject.name) is event.subject)
+        self._coming: deque[KVSession] = deque()
         self._tenants: dict[str, TenantSessions] = {}
         self._accounts = Tally()
         self._members: defaultdict[str, Tally] = defaultdict(Tally)  # tenants by account
@@ -72,7 +88,8 @@ class SessionStore:
 
     def reconfigure(self, limits: SessionLimits) -> None:
         sessions = self._sessions.values()
-        SessionStore.__init__(self, self._pool, self._host, self._transfers, limits, self._block_size)
+        self.limits = limits
+        self._start()
         for session in sessions:
             self.put(session)
 
@@ -99,6 +116,24 @@ class SessionStore:
         self._pool.keep(session.blocks)
         self.put(session)
 
+    def pause(self, tenant: str, session_id: str, tools: Sequence[str], now: float) -> None:
+        """Note that a session's turn has ended with calls of tools; ignore an unknown session."""
+        session = self.get(tenant, session_id)
+        if session is not None and tools:
+            self.now = now
+            session.pause = self.tools.begin(tenant, session_id, tools, now)
+            self._resident.pop(session.name, None)
+            self._paused[session.name] = session
+            if not session.blocks:
+                self._keep_in_host(session)
+
+    def arrive(self, tenant: str, session_id: str, now: float) -> None:
+        """Note the arrival of a session's next turn."""
+        self.tools.end(tenant, session_id, now)
+        session = self.get(tenant, session_id)
+        if session is not None and session.pause is not None:
+            session.pause = Pause(now, AT_ONCE)
+
     def put(self, session: KVSession) -> None:
         """Add a session; drop an older one of that name, and sessions beyond the limits."""
         self.remove(*session.name)
@@ -106,7 +141,9 @@ class SessionStore:
         of_tenant = self._tenants.setdefault(session.tenant, TenantSessions())
         of_tenant[session.session_id] = session
         of_tenant.num_blocks += len(session.blocks)
-        if session.blocks:
+        if session.pause is not None:
+            self._paused[session.name] = session
+        elif session.blocks:
             self._resident[session.name] = session
         account = self._count(session.tenant, 1)
         self._expiries.push(session.expires_at, session, len(self._sessions))
@@ -138,13 +175,29 @@ class SessionStore:
 
     def reclaim(self, num_free_blocks: int) -> None:
         while self._pool.num_free < num_free_blocks:
-            session = self.oldest_resident()
+            session = self._first_to_leave()
             if session is None:
                 return
-            if self._write_out(session):
-                self.give_up_blocks(session)
-            else:
-                self._drop(session)
+            self._evict(session)
+
+    def prefetch(self, keep_free: int) -> None:
+        """Queue the return of a part of the session that is due next, while `keep_free` blocks stay free."""
+        for event in self._returns.pop_due(self.now):
+            self._coming.append(event.subject)
+        if self._coming and not self._fetch(self._coming[0], keep_free):
+            self._coming.popleft()
+
+    def make_host_room(self, num_slots: int, session: KVSession | None = None) -> None:
+        """Let go of sessions in the host tier that are expected later than `session`; None: of any that wait."""
+        while self._host.num_free < num_slots:
+            waiting = [one for one in self._paused.values() if one is session or self._is_settled(one.host_slots)]
+            last = self._expected_last(waiting)
+            if last is None or last is session:
+                return
+            self._host.release(last.host_slots)
+            last.host_slots = ()
+            if not last.blocks:
+                self._drop(last)
 
     def give_up_blocks(self, session: KVSession, num_kept: int = 0) -> None:
         given = session.blocks[num_kept:]
@@ -159,8 +212,14 @@ class SessionStore:
         session.tail_tokens = session.tail_key = b""
 
     def check_invariants(self) -> None:
-        resident = [name for name, session in self._sessions.items() if session.blocks]
+        every = self._sessions.items()
+        resident = [name for name, session in every if session.blocks and session.pause is None]
         require(resident == list(self._resident), "sessions with blocks are listed wrongly")
+        paused = {name for name, session in every if session.pause is not None}
+        require(paused == self._paused.keys(), "sessions that pause are listed wrongly")
+        slots = Counter(slot for session in self._sessions.values() for slot in session.host_slots)
+        kept = {slot: count for slot in range(self._host.num_blocks) if (count := self._host.num_keepers(slot))}
+        require(slots == kept, "slots of sessions are kept wrongly")
         for tenant, of_tenant in self._tenants.items():
             own = {name: session for (of, name), session in self._sessions.items() if of == tenant}
             require(list(own) == list(of_tenant) and bool(own), f"sessions of {tenant!r} are listed wrongly")
@@ -193,16 +252,107 @@ class SessionStore:
         expires_at = now + request.session_ttl
         return KVSession(request.tenant, request.session_id, parent, keys, tail, tail_key, blocks, expires_at)
 
+    def _first_to_leave(self) -> KVSession | None:
+        return self.oldest_resident() or self._expected_last(one for one in self._paused.values() if one.blocks)
+
+    def _expected_last(self, sessions: Iterable[KVSession]) -> KVSession | None:
+        by_tenant: defaultdict[str, list[KVSession]] = defaultdict(list)
+        for session in sessions:
+            by_tenant[session.tenant].append(session)
+
+        def held(tenant: str) -> float:
+            num_held = sum(len(session.blocks) + len(session.host_slots) for session in by_tenant[tenant])
+            return num_held / limits_of(self.limits.tenants, tenant).weight
+
+        tenant = max(by_tenant, key=held, default="")
+        return max(by_tenant[tenant], key=self._seconds_left, default=None)
+
+    def _seconds_left(self, session: KVSession) -> tuple[bool, float]:
+        """Return when the next turn is expected; of one that runs, first that its blocks would not become free."""
+        assert session.pause is not None
+        num_full = min(len(session.keys), len(session.blocks))
+        is_idle = not num_full or self._pool.ref_count[session.blocks[num_full - 1]] == 0
+        return is_idle, session.pause.seconds_left(self.now)
+
+    def _evict(self, session: KVSession) -> None:
+        if not self._write_out(session):
+            self._drop(session)
+            return
+        self.give_up_blocks(session)
+        if session.pause is not None:
+            due = session.pause.began + session.pause.duration.lower_quartile
+            self._returns.push(due, session, len(self._paused))
+
+    def _fetch(self, session: KVSession, keep_free: int) -> bool:
+        """Queue the return of a session's next blocks. Return whether more may follow."""
+        pool, start = self._pool, len(session.blocks)
+        keys = session.keys[start : start + FETCHED_BLOCKS]
+        most = limits_of(self.limits.tenants, session.tenant).max_blocks
+        is_allowed = most is None or self.num_blocks(session.tenant) + len(keys) <= most
+        if not is_allowed or not self._waits(session):
+            return False
+        blocks, slots = pool.lookup_prefix(keys), self._host.lookup_prefix(keys)
+        if not blocks:
+            self._host.touch(slots)
+            taken = self._make_room(session, len(slots), keep_free) if slots else None
+            if taken is None:
+                self._host.free(slots)
+                return False
+            blocks = tuple(taken)
+            pool.register_hashes(blocks, keys[: len(blocks)])
+            self._transfers.fetch(slots, blocks)
+        pool.keep(blocks)
+        session.blocks += blocks
+        self._tenants[session.tenant].num_blocks += len(blocks)
+        return len(session.blocks) < len(session.keys)
+
+    def _make_room(self, session: KVSession, num_blocks: int, keep_free: int) -> list[int] | None:
+        """Take blocks that are free, or of sessions expected much later; None if there are too few."""
+        pool = self._pool
+        if pool.num_free + pool.num_kept - num_blocks < keep_free:
+            return None
+        least = FURTHER * self._seconds_left(session)[1]
+        while pool.num_free < num_blocks:
+            last = self._first_to_leave()
+            if last is None or (last.pause is not None and self._seconds_left(last) < (True, least)):
+                return None
+            self._evict(last)
+        return pool.allocate(num_blocks) if self._waits(session) else None
+
+    def _waits(self, session: KVSession) -> bool:
+        pause = session.pause
+        return self._paused.get(session.name) is session and pause is not None and pause.duration is not AT_ONCE
+
+    def _is_settled(self, slots: Sequence[int]) -> bool:
+        """Return whether no step in flight reads or writes the slots, so that letting go frees them."""
+        return bool(slots) and self._host.ref_count[slots[-1]] == 0
+
+    def _keep_in_host(self, session: KVSession) -> None:
+        keys = (*session.keys, session.tail_key) if session.tail_key else session.keys
+        slots = tuple(slot for key in keys if (slot := self._host.lookup(key)) is not None)
+        self._host.keep(slots)
+        self._host.release(session.host_slots)
+        session.host_slots = slots
+
     def _write_out(self, session: KVSession) -> bool:
         blocks = self._pool.lookup_prefix(session.keys)  # wrong content is not found
         keys = session.keys[: len(blocks)]
-        if session.tail_tokens and keys == session.keys:
+        if session.tail_block >= 0 and keys == session.keys:
             blocks, keys = (*blocks, session.tail_block), (*keys, session.tail_key)
-        return self._transfers.swap_out(blocks, keys) > 0
+        if session.pause is None or not self._host.num_blocks:
+            return self._transfers.swap_out(blocks, keys) > 0
+        self._keep_in_host(session)
+        self.make_host_room(sum(self._host.lookup(key) is None for key in keys), session)
+        num_written = self._transfers.swap_out(blocks, keys)
+        self._keep_in_host(session)
+        return num_written > 0
 
     def _drop(self, session: KVSession) -> None:
         self.give_up_blocks(session)
+        self._host.release(session.host_slots)
+        session.host_slots = ()
         self._host.drop(session.tail_key)
+        self._paused.pop(session.name, None)
         del self._sessions[session.name]
         of_tenant = self._tenants[session.tenant]
         del of_tenant[session.session_id]

@@ -42,6 +42,7 @@ class TransferQueue:
         self._host = host
         self._out_blocks: list[int] = []
         self._out_slots: list[int] = []
+        self._fetched = _StepHolds([], [], [], [])
         self.arrivals: dict[int, IncomingBlocks] = {}  # by row; sources are pinned
         self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))
 
@@ -57,6 +58,11 @@ class TransferQueue:
             self._out_slots.append(slot)
         return len(keys)
 
+    def fetch(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy pinned slots to blocks in use with the next batch, and free both when its step is done."""
+        self._fetched.in_slots.extend(slots)
+        self._fetched.blocks.extend(block_ids)
+
     def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
         self._host.touch(slots)
         self._pool.touch(copy_sources)
@@ -68,11 +74,12 @@ class TransferQueue:
             self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[TransferArrays, dict[int, IncomingBlocks]]:
-        if not self.arrivals and not self._out_blocks:
+        if not self.arrivals and not self._out_blocks and not self._fetched.blocks:
             return NO_TRANSFERS, {}
         arrivals, self.arrivals = self.arrivals, {}
-        in_slots = [slot for arrival in arrivals.values() for slot in arrival.slots]
-        in_blocks = [block_id for arrival in arrivals.values() for block_id in arrival.blocks]
+        fetched, self._fetched = self._fetched, _StepHolds([], [], [], [])
+        in_slots = [*fetched.in_slots, *(slot for arrival in arrivals.values() for slot in arrival.slots)]
+        in_blocks = [*fetched.blocks, *(block_id for arrival in arrivals.values() for block_id in arrival.blocks)]
         sources = [block_id for arrival in arrivals.values() for block_id in arrival.copy_sources]
         targets = [block_id for arrival in arrivals.values() for block_id in arrival.copy_targets]
         columns = (sources, targets, self._out_blocks, self._out_slots, in_slots, in_blocks)
@@ -81,6 +88,7 @@ class TransferQueue:
         step.out_slots.extend(self._out_slots)
         step.in_slots.extend(in_slots)
         step.sources.extend(sources)
+        step.blocks.extend(fetched.blocks)
         self._stats.num_swapped_out += len(self._out_blocks)
         self._stats.num_swapped_in += len(in_blocks)
         self._out_blocks, self._out_slots = [], []

@@ -88,6 +88,13 @@ class SessionCloseEvent(Event, frozen=True, tag="close-session"):
     was_there: bool
 
 
+class SessionPauseEvent(Event, frozen=True, tag="pause-session"):
+    now: float
+    tenant: str
+    session_id: str
+    tools: list[str]
+
+
 class ScheduleEvent(Event, frozen=True, tag="schedule"):
     """Call of `schedule`, right after a call of `expire`."""
 
@@ -123,6 +130,7 @@ AnyEvent = (
     | ExpireEvent
     | FailEvent
     | SessionCloseEvent
+    | SessionPauseEvent
     | ScheduleEvent
     | ApplyEvent
     | FullEvent

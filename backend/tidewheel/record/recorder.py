@@ -150,6 +150,12 @@ class RecordingScheduler(Scheduler):
             named = self._recorder.tenant(tenant), self._recorder.names.word(session_id)
             self._recorder.write(events.SessionCloseEvent(*named, was_there))
 
+    def pause_session(self, tenant: str, session_id: str, tools: Sequence[str], now: float) -> None:
+        super().pause_session(tenant, session_id, tools, now)
+        word = self._recorder.names.word
+        named = self._recorder.tenant(tenant), word(session_id), list(map(word, tools))
+        self._recorder.write(events.SessionPauseEvent(now, *named))
+
     def schedule(self, now: float, slice_s: float | None = None) -> ScheduledBatch | None:
         begin = self._clock()
         batch = super().schedule(now, slice_s)

@@ -65,6 +65,8 @@ class Scheduler:
         Return displaced requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`.
         """
         self._now = now
+        if requests[0].session_id:
+            self._state.kv.sessions.arrive(requests[0].tenant, requests[0].session_id, now)
         return self.admission.admit(requests, now)
 
     def cancel(
@@ -98,6 +100,10 @@ class Scheduler:
     def close_session(self, tenant: str, session_id: str) -> None:
         self._state.kv.sessions.close(tenant, session_id)
 
+    def pause_session(self, tenant: str, session_id: str, tools: Sequence[str], now: float) -> None:
+        """Note that a session's turn has ended with calls of tools; ignore an unknown session."""
+        self._state.kv.sessions.pause(tenant, session_id, tools, now)
+
     def fail_all(self, error: TidewheelError) -> list[Request]:
         """End all requests; forget batches in flight."""
         state = self._state
@@ -126,7 +132,7 @@ class Scheduler:
         state = self._state
         if len(state.in_flight) >= self.max_inflight_steps:
             return None
-        self._now = now
+        self._now = state.kv.sessions.now = now
         state.reclassify_due(now)
         if state.leaders:
             state.release_followers(now)
@@ -140,7 +146,8 @@ class Scheduler:
     def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
         state = self._state
         step_id = state.stats.num_steps
-        batch = plan.to_batch(step_id, state.columns.take_left_rows(), state.kv.take_transfers(step_id))
+        transfers = state.kv.take_transfers(step_id, keep_free=state.columns.num_running)
+        batch = plan.to_batch(step_id, state.columns.take_left_rows(), transfers)
         rows = batch.rows.astype(np.intp)
         batch = self._control.choose_weights(batch, rows)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)

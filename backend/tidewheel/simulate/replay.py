@@ -118,6 +118,9 @@ class EventPlayer:
                 return _differs("requests that fail", event.ended, _ids(self.scheduler.fail_all(_FAILURE)))
             case record.SessionCloseEvent():
                 return self._close_session(event)
+            case record.SessionPauseEvent():
+                self.scheduler.pause_session(event.tenant, event.session_id, event.tools, event.now)
+                return ""
             case record.ScheduleEvent():
                 return self._schedule(event)
             case record.ApplyEvent():

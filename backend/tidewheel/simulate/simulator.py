@@ -169,6 +169,9 @@ class EngineReplica:
 
     def _end(self, request: Request) -> None:
         self._lasts.pop(request.request_id, None)
+        tool = self._requests.trace.tool(int(request.request_id))
+        if tool and request.last_token_time is not None:
+            self.scheduler.pause_session(request.tenant, request.session_id, (tool,), request.last_token_time)
         self._ended(self.number, request)
 
 

@@ -27,6 +27,7 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.tenants import TenantLimits
 
 MAX_ROWS = 6
+TOOLS = ("read", "build", "test")
 MAX_SESSIONS = 4
 TENANTS = ("", "acme")
 SALTS = ("", "", "x")
@@ -34,6 +35,7 @@ SESSIONS = ("", "one", "two", "three")
 KINDS = (
     "turn", "turn", "enter", "enter", "resume", "resume", "fork", "launch", "launch", "launch", "done", "done",
     "done", "sample", "sample", "finish", "finish", "preempt", "preempt", "forget", "expire", "close",
+    "pause", "pause", "pause", "arrive", "wait", "tool_call", "tool_call",
 )  # fmt: skip
 
 Owner = tuple[str, str]  # tenant and salt
@@ -129,6 +131,7 @@ class KVMachine(RuleBasedStateMachine):
         self.rows: dict[int, NaiveRow] = {}
         self.batches: dict[int, NaiveBatch] = {}
         self.sessions: dict[tuple[str, str], NaiveSession] = {}  # in the order of use
+        self.paused: set[tuple[str, str]] = set()
         self.findable: dict[int, Written] = {}  # blocks of the pool that a hit may name
         self.num_requests = 0
         self.num_steps = 0
@@ -172,7 +175,7 @@ class KVMachine(RuleBasedStateMachine):
         """Count the tokens beyond whole blocks that a session in the pool must bring."""
         session = self.sessions.get((request.tenant, request.session_id))
         actual = self.kv.sessions.get(request.tenant, request.session_id)
-        if session is None or actual is None or not actual.blocks or session.owner != self.owner(request):
+        if session is None or actual is None or actual.tail_block < 0 or session.owner != self.owner(request):
             return 0
         size = self.kv.block_size
         num_full = len(session.tokens) // size
@@ -194,7 +197,7 @@ class KVMachine(RuleBasedStateMachine):
             self.act_once(self.random.choice(KINDS))
 
     def act_once(self, kind: str) -> None:
-        if kind in ("turn", "enter", "resume", "fork") and len(self.rows) == MAX_ROWS:
+        if kind in ("turn", "tool_call", "enter", "resume", "fork") and len(self.rows) == MAX_ROWS:
             kind = "finish"
         if kind in ("sample", "finish", "preempt", "forget") and not self.rows:
             kind = "enter"
@@ -312,8 +315,7 @@ class KVMachine(RuleBasedStateMachine):
         new = [i for i, row in self.rows.items() if row.last_step < 0]
         old = [i for i, row in self.rows.items() if row.last_step >= 0 and row.num_written < row.request.num_tokens]
         chosen = [i for i in old if self.random.random() < 0.8]
-        self.move(step_id)
-        batch = NaiveBatch({})
+        batch = NaiveBatch({}, [self.move(step_id)])
         for index in (*new, *chosen):
             row = self.rows[index]
             left = row.request.num_tokens - row.num_written
@@ -323,10 +325,11 @@ class KVMachine(RuleBasedStateMachine):
             batch.ends[index] = (row, end)
         self.batches[step_id] = batch
 
-    def move(self, step_id: int) -> None:
-        """Carry out the transfers of the batch in the promised order."""
+    def move(self, step_id: int) -> list[int]:
+        """Carry out the transfers of the batch in the promised order; return blocks that came back for sessions."""
         arriving = dict(self.kv.transfers.arrivals)
-        moves = self.kv.take_transfers(step_id)
+        keep_free = self.random.choice([0, 0, 2])
+        moves = self.kv.take_transfers(step_id, keep_free=keep_free)
         for target in (moves.copy_targets, moves.swap_in_blocks):
             assert len(set(target.tolist())) == len(target), "a block is filled twice"
         assert len(set(moves.swap_out_slots.tolist())) == len(moves.swap_out_slots), "a slot is filled twice"
@@ -338,9 +341,27 @@ class KVMachine(RuleBasedStateMachine):
             self.memory[block_id] = list(self.host_memory[slot])
         for source, target in zip(moves.copy_sources.tolist(), moves.copy_targets.tolist(), strict=True):
             self.memory[target] = list(self.memory[source])
+        of_rows = {block_id for arrival in arriving.values() for block_id in arrival.blocks}
+        fetched = [block_id for block_id in moves.swap_in_blocks.tolist() if block_id not in of_rows]
+        assert not fetched or self.kv.num_free_blocks >= keep_free
+        self.note_fetched(fetched)
         for index, arrival in arriving.items():
             row = self.rows[index]
             self.note_commit(row, row.num_written // self.kv.block_size if arrival.keys else 0)
+        return fetched
+
+    def note_fetched(self, block_ids: list[int]) -> None:
+        references = self.references()
+        for block_id in block_ids:
+            assert references[block_id] == 0 and self.kv._pool.ref_count[block_id] == 1
+            assert self.kv._pool.num_keepers(block_id) == 1
+            self.findable.pop(block_id, None)
+        for block_id in block_ids:
+            content = self.memory[block_id][-1]
+            if self.kv._pool.hash_of(block_id) is not None:
+                assert content is not None and content not in self.findable.values()
+                self.findable[block_id] = content
+        self.note_sessions()
 
     def write(self, row: NaiveRow, end: int) -> None:
         """Compute up to `end`; all that the row attends to must be there."""
@@ -427,6 +448,7 @@ class KVMachine(RuleBasedStateMachine):
         num_there = self.kv.offload(index, row.request, row.num_computed)
         assert num_there <= row.num_computed // self.kv.block_size
         self.leave(index)
+        self.note_sessions()  # they may have made room in the host tier
 
     def forget(self) -> None:
         """Drop a row whose numbers were not finite: none of its blocks is found again."""
@@ -449,6 +471,38 @@ class KVMachine(RuleBasedStateMachine):
             self.batches[row.last_step].tables.append(row.table)
         self.kv.free(index, after_step=row.last_step if in_flight else None)
 
+    # --- tools run ----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """A session's turn has ended with calls of tools."""
+        tenant, session_id = self.random.choice(list(self.sessions) or [("", "one")])
+        tools = self.random.sample(TOOLS, k=self.random.randint(0, 2))
+        self.kv.sessions.pause(tenant, session_id, tools, self.now)
+        self.note_sessions()
+
+    def tool_call(self) -> None:
+        """Let tools run while another turn needs the blocks of their session, until it is due to come back."""
+        self.turn()
+        if self.sessions:
+            tenant, session_id = list(self.sessions)[-1]
+            self.kv.sessions.pause(tenant, session_id, ["read"], self.now)
+        self.turn()
+        for _ in range(len(self.rows) if self.random.random() < 0.5 else 0):
+            self.finish()
+        self.wait()
+        self.note_sessions()
+        if not self.rows and len(self.batches) < 2:
+            self.enter()
+        self.launch()
+
+    def arrive(self) -> None:
+        self.kv.sessions.arrive(self.random.choice(TENANTS), self.random.choice(SESSIONS[1:]), self.now)
+
+    def wait(self) -> None:
+        """Let time pass, until some sessions should come back."""
+        self.now += self.random.choice([0.01, 0.3, 2.0])
+        self.kv.sessions.now = self.now
+
     # --- sessions end -------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
@@ -469,13 +523,15 @@ class KVMachine(RuleBasedStateMachine):
         self.note_sessions()
 
     def note_sessions(self) -> None:
-        """Check that evicted sessions were the least recently used, of their tenant or of all."""
+        """Check that evicted sessions were the least recently used, of their tenant or of all, unless tools ran."""
         actual = self.kv.sessions._sessions
         assert list(actual) == [name for name in self.sessions if name in actual]
         for name in self.sessions.keys() - actual.keys():
             survivors = [other for other in list(self.sessions)[: list(self.sessions).index(name)] if other in actual]
-            assert all(other[0] != name[0] or not actual[other].blocks for other in survivors)
+            survivors = [other for other in survivors if actual[other].pause is None]
+            assert name in self.paused or all(other[0] != name[0] or not actual[other].blocks for other in survivors)
         self.sessions = {name: session for name, session in self.sessions.items() if name in actual}
+        self.paused = {name for name, session in actual.items() if session.pause is not None}
 
     # --- always -------------------------------------------------------------------------------------------------
 

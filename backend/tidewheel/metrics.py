@@ -79,6 +79,12 @@ SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed
 STARTED = _class_counter("tidewheel_requests_started_total", "Requests that started", "started_by_class")
 EVICTED = _class_counter("tidewheel_requests_evicted_total", "Requests displaced by newcomers", "evicted_by_class")
 SHED = _class_counter("tidewheel_requests_shed_total", "Requests refused by the breaker", "num_shed_by_class")
+OBJECTIVES = _class_counter(
+    "tidewheel_objectives_total", "Ended and refused requests with ttft_ms or tpot_ms", "objectives_by_class"
+)
+OBJECTIVES_MET = _class_counter(
+    "tidewheel_objectives_met_total", "Of these, requests that met them", "objectives_met_by_class"
+)
 RATE_LIMITED = _counter("tidewheel_requests_rate_limited_total", "Requests over a tenant's rates", "num_rate_limited")
 EXPIRED = _counter("tidewheel_requests_expired_total", "Requests whose deadline passed", "num_expired")
 HOPELESS = _counter("tidewheel_requests_hopeless_total", "Requests whose deadline could not be met", "num_hopeless")
@@ -86,7 +92,7 @@ AGED = _counter("tidewheel_requests_aged_total", "Lifts of waiting requests by o
 DOWNGRADED = _counter(
     "tidewheel_requests_downgraded_total",
     "Requests that dropped a class",
-    {"quota": "num_downgraded_quota", "deadline": "num_downgraded_deadline"},
+    {"quota": "num_downgraded_quota", "deadline": "num_downgraded_deadline", "objective": "num_downgraded_objective"},
     label="reason",
 )
 PREDICTIONS = _counter("tidewheel_predictions_total", "Ended requests with a predicted length", "num_predictions")
@@ -121,6 +127,12 @@ TENANT_PROMPT_TOKENS = _tenant(
 )
 TENANT_GENERATION_TOKENS = _tenant(
     "tidewheel_tenant_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
+)
+TENANT_OBJECTIVES = _tenant(
+    "tidewheel_tenant_objectives_total", "Ended and refused requests with ttft_ms or tpot_ms", "num_objectives"
+)
+TENANT_OBJECTIVES_MET = _tenant(
+    "tidewheel_tenant_objectives_met_total", "Of these, requests that met them", "num_objectives_met"
 )
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,6 +43,20 @@ Pooling = Literal["", "last", "mean"]  # hidden states of an embedding; empty: n
 
 
 FULL, QUANTIZED = 1, 2  # bits of the weights that computed a request
+
+
+class RequestObjective(NamedTuple):
+    """Times in seconds that a request asks for."""
+
+    ttft_s: float = math.inf  # arrival to first token
+    tpot_s: float = math.inf  # mean time of each later token
+    refuses: bool = False  # what a predicted miss does: refuse the request, or lower its class
+
+    @classmethod
+    def of(cls, ttft_s: float | None, tpot_s: float | None, refuses: bool = False) -> RequestObjective | None:
+        """Return the objective; None without a time."""
+        objective = cls(math.inf if ttft_s is None else ttft_s, math.inf if tpot_s is None else tpot_s, refuses)
+        return None if objective[:2] == (math.inf, math.inf) else objective
 
 
 class RequestState(enum.Enum):
@@ -85,6 +100,7 @@ class Request:
     tenant: str = ""
     deadline: float | None = None  # ends the request in any state
     soft_deadline: float | None = None  # drops the request one class
+    objective: RequestObjective | None = None
     session_id: str = ""  # unique per tenant
     session_ttl: float = 0.0  # seconds that the session's blocks outlive the end
     bucket: str = ""  # of a request without text: only requests of one bucket share a step
@@ -101,6 +117,8 @@ class Request:
     sequence: int = field(default=-1, init=False)  # arrival number, breaks ties
     rank: tuple[float, ...] = field(default=(), init=False)  # place in the order of the policy
     ages_since: float | None = field(default=None, init=False)  # start, or last lift, of ageing; None: it is over
+    latest_start: float = field(default=math.inf, init=False)  # that meets `ttft_s`, as predicted at admission
+    is_demoted: bool = field(default=False, init=False)  # its objective counts no more
     was_over_quota: bool = field(default=False, init=False)  # dropped one class for the quota of its tenant
     reserved_tokens: int = field(default=0, init=False)  # taken from the tenant's rate; settled at the end
     followers: list[Request] = field(default_factory=list, init=False)  # wait until this leader computed the prompt
@@ -162,6 +180,15 @@ class Request:
         """Return whether neither request nor leader has run. Only new requests are evicted."""
         leader = self.leader
         return self.first_scheduled_time is None and (leader is None or leader.first_scheduled_time is None)
+
+    @property
+    def meets_objective(self) -> bool:
+        """Return whether the request ended within the times of its objective; true without one."""
+        first, last, objective = self.first_token_time, self.last_token_time, self.objective or RequestObjective()
+        if self.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or first is None or last is None:
+            return False
+        is_started_in_time = first - self.arrival_time <= objective.ttft_s
+        return is_started_in_time and last - first <= objective.tpot_s * max(self.num_output_tokens - 1, 1)
 
     @property
     def weights_used(self) -> WeightsUsed:

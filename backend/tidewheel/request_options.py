@@ -7,7 +7,7 @@ import msgspec
 
 from tidewheel.errors import InvalidRequest
 from tidewheel.parameters import Parameter, check_fields
-from tidewheel.request import Priority
+from tidewheel.request import Priority, RequestObjective
 from tidewheel.tenants import MAX_TENANT_CHARS
 
 _option = partial(Parameter, is_tensor=False)
@@ -40,6 +40,15 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         float | None, _option("milliseconds until a waiting request is refused, a running one cut", above=0)
     ] = None
     soft_deadline_ms: Annotated[float | None, _option("milliseconds until the class is one lower", above=0)] = None
+    ttft_ms: Annotated[
+        float | None, _option("objective: milliseconds from arrival to the first token", above=0, high=600_000.0)
+    ] = None
+    tpot_ms: Annotated[
+        float | None, _option("objective: mean milliseconds of each later token", above=0, high=60_000.0)
+    ] = None
+    objective_action: Annotated[
+        str, _option("what follows a predicted miss: a lower class, or a refusal", choices=("demote", "refuse"))
+    ] = "demote"
     session_id: Annotated[
         str, _option("session whose KV blocks stay; unique by tenant", max_bytes=256, is_printable=True)
     ] = ""
@@ -57,6 +66,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(
                 f"soft_deadline_ms is {soft:g} and deadline_ms {hard:g}: the soft one must come first"
             )
+        if self.objective_action == "refuse" and self.objective is None:
+            raise InvalidRequest("objective_action is refuse, and ttft_ms and tpot_ms are not set: set one")
         if not self.session_id and self.session_ttl_s is not None:
             ttl = f"session_ttl_s is {self.session_ttl_s:.12g}"
             raise InvalidRequest(f"{ttl}, and session_id is not set: set both or none")
@@ -69,6 +80,11 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Return the earlier of `deadline_ms` and `timeout_us` as a time on the clock of `arrival_ns`; 0: none."""
         limits = [limit for limit in (self.deadline_ms, timeout_us * 1e-3) if limit]
         return _moment_ns(arrival_ns, min(limits, default=None))
+
+    @property
+    def objective(self) -> RequestObjective | None:
+        ttft_s, tpot_s = (None if limit is None else 1e-3 * limit for limit in (self.ttft_ms, self.tpot_ms))
+        return RequestObjective.of(ttft_s, tpot_s, self.objective_action == "refuse")
 
     def soft_deadline_ns(self, arrival_ns: int) -> int:
         return _moment_ns(arrival_ns, self.soft_deadline_ms)

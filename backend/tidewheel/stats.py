@@ -73,6 +73,8 @@ class TenantFigures(msgspec.Struct):
     queue_seconds: float = 0.0
     num_prompt_tokens: int = 0  # of started requests that ended
     num_output_tokens: int = 0
+    num_objectives: int = 0  # requests with an objective that ended, refused ones included
+    num_objectives_met: int = 0
 
 
 class EngineStats(msgspec.Struct):
@@ -102,7 +104,10 @@ class EngineStats(msgspec.Struct):
     num_aged: int = 0
     num_downgraded_quota: int = 0
     num_downgraded_deadline: int = 0
+    num_downgraded_objective: int = 0
     started_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
+    objectives_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
+    objectives_met_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     evicted_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
     oldest_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)

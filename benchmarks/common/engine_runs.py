@@ -174,6 +174,7 @@ def run_engine(engine: Engine, trace: Trace, config: EngineConfig | None = None)
             arrival_time=began + float(trace.arrivals[index]),
             priority=Priority(int(trace.priorities[index])),
             tenant=trace.tenant(index),
+            objective=trace.objective(index),
         )
         loop.send(request)
     loop.run()

@@ -75,7 +75,8 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         A message is `{"role": …, "content": …}`. `params` are:
 
         - sampling keys: `max_tokens`, `temperature`, `stop`, …;
-        - serving keys: `n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `session_id`, `session_ttl_s`;
+        - serving keys: `n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `ttft_ms`, `tpot_ms`,
+          `objective_action`, `session_id`, `session_ttl_s`;
         - output flags: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`, `return_perf_metrics`.
         """
         given = codec.prompt_input(prompt, messages, input_ids)

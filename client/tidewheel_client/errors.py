@@ -116,6 +116,7 @@ class DeadlineExceeded(RequestError):
     """`deadline_ms`, Triton's `timeout` or `max_request_s` passed before the start, or is too near for a first token.
 
     Allow more time, ask for a higher class, or add capacity. A request that ran ends with `finish_reason` `deadline`.
+    With `objective_action` `refuse`, a request that would miss `ttft_ms` or `tpot_ms` is refused too.
     """
 
     tag = "TW-DEADLINE"

@@ -56,7 +56,8 @@ def test_metric_families() -> None:
 def test_figures_of_scheduling() -> None:
     stats = EngineStats(
         num_swap_preemptions=1, num_expired=2, num_hopeless=3, num_rate_limited=4, num_aged=5,
-        num_downgraded_quota=6, num_downgraded_deadline=7, started_by_class=[1, 2, 3, 4],
+        num_downgraded_quota=6, num_downgraded_deadline=7, num_downgraded_objective=8,
+        objectives_by_class=[4, 3, 2, 1], objectives_met_by_class=[3, 2, 1, 0], started_by_class=[1, 2, 3, 4],
         evicted_by_class=[0, 0, 5, 6], max_wait_by_class=[0.5, 1.5, 2.5, 3.5], num_shed_by_class=[0, 1, 2, 3],
         breaker_state=1, token_budget=512, max_num_seqs=17, num_predictions=8, prediction_error=9.5,
         num_host_blocks=100, num_free_host_blocks=90, num_swapped_out=11, num_swapped_in=12, num_sessions=13,
@@ -73,7 +74,9 @@ def test_figures_of_scheduling() -> None:
     }.items():  # fmt: skip
         assert value(f"tidewheel_{name}", **LABELS) == expected, name
     by_label = {
-        ("requests_downgraded_total", "reason"): {"quota": 6, "deadline": 7},
+        ("requests_downgraded_total", "reason"): {"quota": 6, "deadline": 7, "objective": 8},
+        ("objectives_total", "class"): {"critical": 4, "high": 3, "normal": 2, "low": 1},
+        ("objectives_met_total", "class"): {"critical": 3, "high": 2, "normal": 1, "low": 0},
         ("kv_blocks_swapped_total", "direction"): {"out": 11, "in": 12},
         ("kv_hit_tokens_total", "tier"): {"device": 15, "host": 16},
         ("requests_started_total", "class"): {"critical": 1, "high": 2, "normal": 3, "low": 4},
@@ -89,7 +92,14 @@ def test_figures_of_scheduling() -> None:
 
 TENANTS = {
     "acme": TenantFigures(
-        num_requests=9, num_rejected=2, num_started=6, queue_seconds=1.5, num_prompt_tokens=70, num_output_tokens=80
+        num_requests=9,
+        num_rejected=2,
+        num_started=6,
+        queue_seconds=1.5,
+        num_prompt_tokens=70,
+        num_output_tokens=80,
+        num_objectives=5,
+        num_objectives_met=4,
     ),
     "other": TenantFigures(num_requests=1),
 }
@@ -121,7 +131,7 @@ def test_figures_by_tenant() -> None:
     EngineMetrics(make_info(), LABELS).publish(EngineStats(tenants=TENANTS))
     for name, expected in {
         "requests_total": 9, "requests_rejected_total": 2, "requests_started_total": 6, "queue_seconds_total": 1.5,
-        "prompt_tokens_total": 70, "generation_tokens_total": 80,
+        "prompt_tokens_total": 70, "generation_tokens_total": 80, "objectives_total": 5, "objectives_met_total": 4,
     }.items():  # fmt: skip
         assert value(f"tidewheel_tenant_{name}", tenant="acme", **LABELS) == expected, name
     assert value("tidewheel_tenant_requests_total", tenant="other", **LABELS) == 1

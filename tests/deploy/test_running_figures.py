@@ -53,7 +53,8 @@ OF_THE_ENGINE = {
     "tidewheel_kv_queried_tokens_total", "tidewheel_kv_hit_tokens_total", "tidewheel_session_hit_tokens_total",
     "tidewheel_requests_evicted_total", "tidewheel_requests_shed_total", "tidewheel_requests_rate_limited_total",
     "tidewheel_requests_expired_total", "tidewheel_requests_hopeless_total", "tidewheel_tenant_queue_seconds_total",
-    "tidewheel_weight_steps_total", "tidewheel_turn_wait_seconds_total",
+    "tidewheel_objectives_total", "tidewheel_objectives_met_total", "tidewheel_tenant_objectives_total",
+    "tidewheel_tenant_objectives_met_total", "tidewheel_weight_steps_total", "tidewheel_turn_wait_seconds_total",
 }  # fmt: skip
 
 

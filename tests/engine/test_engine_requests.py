@@ -21,7 +21,7 @@ from tidewheel.engine.requests import (
     to_requests,
 )
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
-from tidewheel.request import Priority, Request
+from tidewheel.request import Priority, Request, RequestObjective
 from tidewheel.sampling import MAX_LOGIT_BIAS, LogitBias, SamplingParams
 
 CONFIG = EngineConfig(model="m")
@@ -81,6 +81,8 @@ def test_how_it_is_served_arrives() -> None:
         tenant="acme", deadline_ns=2_500_000_000, soft_deadline_ns=2_000_000_000, session_id="s", session_ttl_s=7.5
     )
     assert (request.tenant, request.deadline, request.soft_deadline) == ("acme", 2.5, 2.0)
+    assert request.objective is None
+    assert convert(tpot_ms=20).objective == RequestObjective(tpot_s=0.02)
     assert (request.session_id, request.session_ttl, request.leader) == ("s", 7.5, None)
     request = convert(session_id="s")
     assert (request.tenant, request.deadline, request.soft_deadline, request.session_ttl) == ("", None, None, 300.0)

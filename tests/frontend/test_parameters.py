@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend import request_parameters
 from tidewheel.frontend.coercion import ParameterSource, parse_json
 from tidewheel.frontend.request_parameters import ABSENT, COERCIONS, SUGGESTED, ParsedParameters, parse_parameters
-from tidewheel.request import Priority
+from tidewheel.request import Priority, RequestObjective
 from tidewheel.request_options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.sampling import SamplingParams
 
@@ -288,6 +289,8 @@ def options(**values: object) -> RequestOptions:
         ({"tenant": b"acme", "session_id": "s", "session_ttl_s": "2.5"},
          {"tenant": "acme", "session_id": "s", "session_ttl_s": 2.5}),
         ({"deadline_ms": "1500", "soft_deadline_ms": 200}, {"deadline_ms": 1500.0, "soft_deadline_ms": 200.0}),
+        ({"ttft_ms": "500", "tpot_ms": 20, "objective_action": "refuse"},
+         {"ttft_ms": 500.0, "tpot_ms": 20.0, "objective_action": "refuse"}),
         ({"close_session": "true", "session_id": "s", "tenant": "t"},
          {"close_session": True, "session_id": "s", "tenant": "t"}),
         ({"close_session": False, "max_tokens": 3}, {}),
@@ -318,6 +321,13 @@ def test_options(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"deadline_ms": "inf"}, ["deadline_ms is inf"]),
         ({"deadline_ms": "soon"}, ["deadline_ms", "soon", "number"]),
         ({"soft_deadline_ms": 0}, ["soft_deadline_ms is 0"]),
+        ({"ttft_ms": -5}, ["ttft_ms is -5", "above 0 and at most 600000"]),
+        ({"ttft_ms": 600_001}, ["ttft_ms is 600001", "at most 600000"]),
+        ({"tpot_ms": "fast"}, ["tpot_ms", "fast", "number"]),
+        ({"tpot_ms": 60_001}, ["tpot_ms is 60001", "at most 60000"]),
+        ({"tpot_ms": float("nan")}, ["tpot_ms is nan"]),
+        ({"ttft_ms": 5, "objective_action": "hope"}, ["objective_action is 'hope'", "demote or refuse"]),
+        ({"objective_action": "refuse"}, ["objective_action is refuse", "ttft_ms", "tpot_ms"]),
         ({"soft_deadline_ms": 10, "deadline_ms": 10}, ["soft_deadline_ms is 10", "deadline_ms 10", "first"]),
         ({"session_ttl_s": 5}, ["session_ttl_s is 5", "session_id"]),
         ({"session_id": "s", "session_ttl_s": 0}, ["session_ttl_s is 0", "above 0"]),
@@ -345,6 +355,9 @@ def test_moments_count_from_the_arrival() -> None:
     given = options(deadline_ms=1500, soft_deadline_ms=0.5)
     assert given.deadline_ns(7_000_000_000) == 8_500_000_000
     assert given.soft_deadline_ns(7_000_000_000) == 7_000_500_000
+    assert options(ttft_ms=500).objective == RequestObjective(0.5)
+    assert options(tpot_ms=20, objective_action="refuse").objective == RequestObjective(math.inf, 0.02, True)
+    assert options().objective is None
     assert options().deadline_ns(7) == options().soft_deadline_ns(7) == 0
 
 

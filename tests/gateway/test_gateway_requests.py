@@ -30,6 +30,22 @@ def test_parameters_go_to_the_backend_as_they_are(gateway: RunningGateway, trito
     assert [asked.sampling for asked in triton.asked] == [given, given]
 
 
+def test_objectives_come_from_the_body_then_its_metadata_then_headers(
+    gateway: RunningGateway, triton: FakeTriton
+) -> None:
+    triton.answer = say
+    older = {"x-slo-ttft-ms": "400", "x-slo-tpot-ms": "40"}
+    metadata = {"ttft_ms": "300", "objective_action": "refuse", "run": "5"}
+    assert gateway.chat(max_tokens=5, headers=older | {"X-LLM-D-SLO-TTFT-MS": "350"}).ok
+    assert gateway.chat(max_tokens=5, headers=older, metadata=metadata).ok
+    assert gateway.chat(max_tokens=5, headers=older, metadata=metadata, ttft_ms=200, tpot_ms=20).ok
+    assert [asked.sampling for asked in triton.asked] == [
+        {"n": 1, "max_tokens": 5, "ttft_ms": "350", "tpot_ms": "40"},
+        {"n": 1, "max_tokens": 5, "ttft_ms": "300", "tpot_ms": "40", "objective_action": "refuse"},
+        {"n": 1, "max_tokens": 5, "ttft_ms": 200, "tpot_ms": 20, "objective_action": "refuse"},
+    ]
+
+
 @pytest.mark.parametrize("tier", ["auto", "default", "flex"])
 def test_fields_that_clients_send_by_themselves_have_no_effect(
     gateway: RunningGateway, triton: FakeTriton, tier: str

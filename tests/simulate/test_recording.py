@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import math
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelErro
 from tidewheel.record import recorder as recorder_module
 from tidewheel.record.recorded_events import ApplyEvent, ScheduleEvent, StepFeatures
 from tidewheel.record.recorder import PrefixNames, Recorder, RecordingScheduler
-from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.request import FinishReason, Priority, Request, RequestObjective
 from tidewheel.sampling import SamplingParams
 from tidewheel.simulate.calibration import measured_steps
 from tidewheel.simulate.replay import Recording, ReplayResult, replay
@@ -90,6 +91,7 @@ class Session:
             tenant=str(rng.choice(["acme", "zed"])),
             deadline=self.now + float(rng.exponential(1.0)) if rng.random() < 0.1 else None,
             soft_deadline=self.now + float(rng.exponential(0.3)) if rng.random() < 0.1 else None,
+            objective=RequestObjective(0.2, math.inf, bool(rng.random() < 0.5)) if rng.random() < 0.2 else None,
         )
         self.requests.append(request)
         return request

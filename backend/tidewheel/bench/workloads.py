@@ -170,6 +170,10 @@ def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
         parameters["session_id"] = name
     if np.isfinite(trace.deadlines[index]):
         parameters["deadline_ms"] = round(float(trace.deadlines[index]) * 1e3)
+    objective = trace.objective(index)
+    if objective is not None:
+        limits = {"ttft_ms": 1e3 * objective.ttft_s, "tpot_ms": 1e3 * objective.tpot_s}
+        parameters |= {name: limit for name, limit in limits.items() if limit < np.inf}
     return parameters
 
 

@@ -79,6 +79,7 @@ def to_requests(
             tenant=options.tenant,
             deadline=_seconds(message.deadline_ns),
             soft_deadline=_seconds(message.soft_deadline_ns),
+            objective=options.objective,
             session_id=options.session_id,
             session_ttl=ttl,
             bucket=bucket if checked.step_options is None else checked.step_options.size,

@@ -65,6 +65,7 @@ class _Endpoint(NamedTuple):
     tasks: Sequence[Task] = ("generate",)
     attempt: type[Attempt] = Attempt
     is_form: bool = False  # the body; else JSON
+    takes_objectives: bool = False  # of metadata and headers
     added_bytes: Callable[[bodies.Fields], int] = lambda _: 0  # to the body, by the gateway itself
 
 
@@ -94,9 +95,9 @@ class Gateway:
         speech = partial(_Endpoint, writer=transcriptions.TranscriptWriter, is_form=True)
         proxied = partial(_Endpoint, writer=AnswerWriter, tasks=("generate", "draw"), attempt=ProxyAttempt)
         endpoints = {
-            "/v1/chat/completions": _Endpoint(bodies.read_chat, text),
-            "/v1/completions": _Endpoint(bodies.read_completion, text),
-            _ANTHROPIC: _Endpoint(messages.read_messages, message),
+            "/v1/chat/completions": _Endpoint(bodies.read_chat, text, takes_objectives=True),
+            "/v1/completions": _Endpoint(bodies.read_completion, text, takes_objectives=True),
+            _ANTHROPIC: _Endpoint(messages.read_messages, message, takes_objectives=True),
             f"{_ANTHROPIC}/count_tokens": _Endpoint(messages.read_count, messages.CountWriter),
             "/v1/embeddings": _Endpoint(bodies.read_embeddings, answers.EmbeddingWriter, ("generate", "embed")),
             "/v1/rerank": _Endpoint(encoders.read_rerank, encoders.PairWriter, ("rerank",)),
@@ -137,6 +138,8 @@ class Gateway:
             fields = await self._beside(size, lambda: _parse(http, body))
             size += endpoint.added_bytes(fields)
             request = await self._beside(size, lambda: account.label(endpoint.read(fields)))
+            if endpoint.takes_objectives:
+                bodies.add_objectives(request.params, fields, http.headers)
             name = http.match_info.get("model", request.body.model)
             request.model, task = self._upstreams.model(name, endpoint.tasks)
             attempt = EncoderAttempt if task in ("embed", "rerank") else endpoint.attempt
@@ -154,7 +157,8 @@ class Gateway:
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         turn = responses.ResponseTurn(self._responses, http["account"].tenant)
         writer = partial(responses.ResponseWriter, turn=turn, reasoning=self._options.reasoning)
-        return await self._serve(_Endpoint(turn.read, writer, added_bytes=turn.num_previous_bytes), http)
+        endpoint = _Endpoint(turn.read, writer, added_bytes=turn.num_previous_bytes, takes_objectives=True)
+        return await self._serve(endpoint, http)
 
     async def _stored_response(self, http: web.Request) -> web.Response:
         is_delete, response_id = http.method == "DELETE", http.match_info["id"]

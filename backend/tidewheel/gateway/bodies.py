@@ -33,6 +33,11 @@ _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _THINKING = ("enable_thinking", "thinking")  # switches of chat templates: Qwen 3 and GLM; DeepSeek 3.1 and Granite
 _CONTAINERS = (dict, list)
+_OBJECTIVES = ("ttft_ms", "tpot_ms", "objective_action")
+# Of llm-d and of the Gateway API's inference extension: newer name, older name.
+_OBJECTIVE_HEADERS = {
+    "ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"), "tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+}  # fmt: skip
 _TOO_DEEP = "the body is nested too deep"
 _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 
@@ -153,6 +158,18 @@ class UpstreamRequest:
         if left_ms < 1:
             raise DeadlineExceeded(f"deadline_ms is {self.params['deadline_ms']}: it passed as a server was lost")
         return self.params | {"deadline_ms": max(int(left_ms - 1000 * round_trip_s), 1)}
+
+
+def add_objectives(params: Fields, fields: Fields, headers: Mapping[str, str]) -> None:
+    """Add to the parameters the objectives that they lack: those of the body's `metadata`, then those of headers."""
+    metadata = fields.get("metadata")
+    given = metadata if isinstance(metadata, dict) else {}
+    for name in _OBJECTIVES:
+        value = given.get(name) or next(
+            (headers[header] for header in _OBJECTIVE_HEADERS.get(name, ()) if header in headers), None
+        )
+        if value is not None:
+            params.setdefault(name, value)
 
 
 def parse(data: bytes) -> Fields:

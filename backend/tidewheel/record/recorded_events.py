@@ -56,6 +56,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     session_ttl: float
     bucket: str = ""
     encoder_tokens: int = 0
+    objective: tuple[float | None, float | None, bool] | None = None  # `RequestObjective`; null: infinite
 
 
 class AddEvent(Event, frozen=True, tag="add"):

@@ -211,6 +211,7 @@ class RecordingScheduler(Scheduler):
             session_ttl=request.session_ttl,
             bucket=request.bucket,
             encoder_tokens=request.encoder_tokens,
+            objective=request.objective,
         )
 
     def _token_names(self, requests: list[Request], sampled: SampledTokens, delivered: set[Request]) -> bytes:

@@ -82,6 +82,8 @@ class AdmissionControl:
             return self._admit(requests, now)
         except TidewheelError as error:
             figures.num_rejected += count
+            for request in requests:
+                self._count_objective(request)
             self._state.stats.num_hopeless += isinstance(error, DeadlineExceeded)
             raise
 
@@ -90,16 +92,25 @@ class AdmissionControl:
         self._check_size(request, count)
         over_quota = state.is_over_quota(request)
         service_class = request.priority.dropped() if over_quota else request.priority
+        miss = self._predict_miss(request, service_class, now)
+        refuses = request.objective is not None and request.objective.refuses
+        is_demoted = bool(miss) and not refuses
+        service_class = service_class.dropped() if is_demoted else service_class
         victims = self.choose_evictions(request, count, service_class, now)
         predicted = float(request.max_tokens)
         if not request.bucket:  # else the number of steps is known
             predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
+        if miss and refuses:
+            raise DeadlineExceeded(miss)
         self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
         evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
         for newcomer in requests:
             newcomer.predicted_output_tokens = predicted
             newcomer.service_class = service_class
             newcomer.was_over_quota = over_quota
+            newcomer.is_demoted = is_demoted
+            newcomer.latest_start = math.inf if is_demoted else request.latest_start
+            state.stats.num_downgraded_objective += is_demoted and service_class is not newcomer.priority
             state.stats.num_downgraded_quota += over_quota and service_class is not newcomer.priority
         state.wait(list(requests))
         return evicted
@@ -130,6 +141,8 @@ class AdmissionControl:
     def _observe_end(self, request: Request, now: float) -> None:
         """Learn from an ended request. Only STOP and LENGTH train the length predictor."""
         self._tenants.settle(request, now)
+        if request.finish_reason is not FinishReason.CANCELLED:
+            self._count_objective(request)
         figures, reason = self._figures(request.tenant), request.finish_reason
         is_refusal = isinstance(request.error, Busy | DeadlineExceeded)
         if request.first_scheduled_time is not None:
@@ -148,6 +161,56 @@ class AdmissionControl:
             self.breaker.observe_end(False, now)
         elif reason is FinishReason.ERROR and not is_refusal:
             self.breaker.observe_end(True, now)
+
+    def _count_objective(self, request: Request) -> None:
+        if request.objective is None:
+            return
+        figures, stats, is_met = self._figures(request.tenant), self._state.stats, request.meets_objective
+        figures.num_objectives += 1
+        figures.num_objectives_met += is_met
+        stats.objectives_by_class[request.priority - 1] += 1
+        stats.objectives_met_by_class[request.priority - 1] += is_met
+
+    def _predict_miss(self, request: Request, service_class: Priority, now: float) -> str:
+        """Return why the request would miss its objective, with prediction and limit; empty: it would not.
+
+        Set the latest start that meets its first token's.
+        """
+        objective, state, estimate = request.objective, self._state, self._estimate
+        if objective is None:
+            return ""
+        step_s = state.step_time.seconds(0) if state.step_time.is_fresh(now) else 0.0
+        if step_s > objective.tpot_s:
+            return f"a token is expected to take {1e3 * step_s:.1f} ms, and tpot_ms is {1e3 * objective.tpot_s:g}"
+        if objective.ttft_s == math.inf:
+            return ""
+        num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
+        prefill_s = estimate.prefill_seconds(num_tokens, now)
+        request.latest_start = request.arrival_time + objective.ttft_s - prefill_s
+        expected = self._queue_seconds(service_class, now) + prefill_s
+        if now + expected <= request.arrival_time + objective.ttft_s:
+            return ""
+        return self._late_start(request, expected + now - request.arrival_time)
+
+    def late_start(self, request: Request, now: float) -> DeadlineExceeded:
+        """Return the error of a request whose prompt, started now, ends after the objective of its first token."""
+        assert request.objective is not None
+        late_s = max(now - request.latest_start, 0.0)
+        return DeadlineExceeded(self._late_start(request, request.objective.ttft_s + late_s))
+
+    @staticmethod
+    def _late_start(request: Request, expected: float) -> str:
+        assert request.objective is not None
+        return (
+            f"the first token is expected {_ms(expected)} ms after the arrival, and ttft_ms is "
+            f"{1e3 * request.objective.ttft_s:g}"
+        )
+
+    def _queue_seconds(self, service_class: Priority, now: float) -> float:
+        state = self._state
+        has_free_rows = state.num_waiting < min(len(state.columns.free_rows), state.config.max_num_seqs)
+        num_ahead = state.waiting.num_tokens_ahead(service_class)
+        return self._estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
         request, count = requests[0], len(requests)
@@ -268,8 +331,7 @@ class AdmissionControl:
         if not state.requests:
             return
         num_ahead = state.waiting.num_tokens_ahead(service_class)
-        has_free_rows = state.num_waiting < min(len(state.columns.free_rows), state.config.max_num_seqs)
-        queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
+        queue_seconds = self._queue_seconds(service_class, now)
         if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
             return
         num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens

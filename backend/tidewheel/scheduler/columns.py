@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray, WeightVariant
+from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array, RowArray, WeightVariant
 from tidewheel.errors import require
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import FULL, QUANTIZED, Request, RequestState
@@ -15,6 +15,8 @@ from tidewheel.stats import EngineStats
 
 NEVER = -np.inf
 NO_STOP = -1  # padding
+PACE_AIM = 0.97  # of times per output token, for errors of predicted steps
+PATIENCE = 10.0  # of a decoding row, in times per output token of others
 NUM_RECENT = 128  # tokens before write-back
 ALL_PURE = np.iinfo(np.int32).max
 _NO_ROWS: RowArray = np.empty(0, np.intp)
@@ -50,6 +52,9 @@ class RowColumns:
         self.num_preemptions = _int32(num_rows)
         self.num_entered_tokens = _int32(num_rows)
         self.num_shared_slots = _int32(num_rows)
+        self.num_paced = 0  # rows with a time per output token
+        self.tpots = np.full(num_rows, np.inf)
+        self.first_token_times = np.full(num_rows, np.inf)
         self.tenant_ids = _int32(num_rows)
         self.tenant_names = [""] * num_rows  # by id
         self._tenant_ids: dict[str, int] = {}
@@ -106,6 +111,11 @@ class RowColumns:
         self.arrival_times[row] = request.arrival_time
         self.sequences[row] = request.sequence
         self.num_preemptions[row] = request.num_preemptions
+        objective = request.objective
+        if objective is not None and objective.tpot_s < np.inf and not request.is_demoted:
+            self.num_paced += 1
+            self.tpots[row] = PACE_AIM * objective.tpot_s
+            self.first_token_times[row] = np.inf if request.first_token_time is None else request.first_token_time
         if (tenant := request.tenant) not in self._tenant_ids:
             self._tenant_ids[tenant] = self._free_tenant_ids.pop()
             self.tenant_names[self._tenant_ids[tenant]] = tenant
@@ -137,6 +147,9 @@ class RowColumns:
         request.row = -1
         self._requests[row] = None
         self._last_rows, self._last_requests = self._last_rows[:0], []
+        if self.tpots[row] < np.inf:
+            self.num_paced -= 1
+            self.tpots[row] = np.inf
         self.running[row] = False
         self.num_running -= 1
         self.epochs[row] += 1
@@ -198,6 +211,19 @@ class RowColumns:
         """Return how many computed tokens may be cached: all, unless several weights computed the row."""
         return int(min(self.num_computed_tokens[row], self.num_pure_tokens[row]))
 
+    def decoding_paced(self) -> RowArray:
+        """Return the rows with a time per output token that have their first token."""
+        rows: RowArray = ((self.tpots < np.inf) & (self.first_token_times < np.inf)).nonzero()[0]
+        return rows
+
+    def next_due(self, rows: RowArray) -> Float64Array:
+        """Return when the rows' next tokens are due; without a time per token, `PATIENCE` times the least counts."""
+        num_output = (self.num_tokens + self.num_inflight_samples - self.num_prompt_tokens)[rows]
+        patience = self.last_token_times[rows] + PATIENCE * self.tpots.min()
+        paced = self.tpots[rows] < np.inf
+        due = self.first_token_times[rows] + np.where(paced, self.tpots[rows], 0.0) * num_output
+        return np.where(paced, due, patience)
+
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
         num_tokens = self.num_tokens.take(rows) + 1
         self.num_tokens[rows] = num_tokens
@@ -209,6 +235,7 @@ class RowColumns:
         requests = self.requests(rows)
         for index in (num_tokens == self.num_prompt_tokens.take(rows) + 1).nonzero()[0].tolist():
             requests[index].first_token_time = now
+            self.first_token_times[rows[index]] = now
         return requests
 
     def check_invariants(self) -> None:

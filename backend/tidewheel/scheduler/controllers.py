@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from tidewheel.batch import RowArray, ScheduledBatch
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.estimates import ServiceEstimate
+from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
 from tidewheel.scheduler.pressure import PressureController
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
@@ -31,6 +33,9 @@ _NO_USE = 1e-6
 _MOST_LOWERED = 0.75  # of the running requests
 _SMOOTHING = 0.2
 _BUSY_SECONDS = 1.0
+_LEAST_CHUNK = 4  # prompt tokens of a step that is paced by a time per output token
+_LEAST_PACE = 0.5  # of that time, for a request that is late
+_PACE_CAUTION = 0.5  # standard deviations of a paced step, whose errors even out over its tokens
 
 _STRATEGY_SETTINGS = (
     "scheduling_strategy", "batch_size", "batch_timeout_ms", "batch_target_latency_ms", "hybrid_threshold",
@@ -125,6 +130,7 @@ class StepControl:
         self._state = state
         self._keep_free = int(state.config.watermark * state.kv.num_blocks)
         self.estimate = ServiceEstimate(state.step_time, state.config.max_num_batched_tokens)
+        self._paced_time = StepTime()  # by all tokens of a step, while rows have a time per output token
         self._make_strategy()
         self._make_controllers()
         self._last_applied: float | None = None
@@ -132,7 +138,7 @@ class StepControl:
 
     def reconfigure(self, before: SchedulerConfig) -> None:
         config = self._state.config
-        self.estimate.max_num_batched_tokens = config.max_num_batched_tokens
+        self.estimate.step_tokens = config.max_num_batched_tokens
         if config.differs(before, *_STRATEGY_SETTINGS):
             self._make_strategy()
         if config.differs(before, *_CONTROLLER_SETTINGS):
@@ -187,11 +193,16 @@ class StepControl:
         """Return the limits of a step; `slice_s`: its longest time."""
         state, config, num_rows = self._state, self._state.config, self._state.config.num_rows
         num_running = state.columns.num_running
-        budget = self.token_budget
+        budget, max_decodes = self.token_budget, num_running
         if slice_s is not None:
             fitting = max(state.step_time.most_tokens(slice_s), config.least_cut_tokens)
             budget = min(budget, num_running + fitting)
-        budget = max(budget, num_running + 1)  # each row decodes, one prompt progresses
+        self.estimate.step_tokens = config.max_num_batched_tokens
+        if state.columns.num_paced and (fitting := self._paced_tokens(now)):
+            max_decodes = min(num_running, max(fitting - _LEAST_CHUNK, _LEAST_CHUNK))
+            budget = min(budget, max(fitting, max_decodes + _LEAST_CHUNK))
+            self.estimate.step_tokens = max(budget - max_decodes, 1)
+        budget = max(budget, max_decodes + 1)  # each row decodes, one prompt progresses
         max_joins = 0
         if state.waiting:
             oldest = state.waiting.oldest_arrival
@@ -206,7 +217,18 @@ class StepControl:
             max(MIN_SCORES, num_rows - num_running),  # memory was measured with logits for every row
             self._keep_free,
             slice_s,
+            max_decodes,
         )
+
+    def _paced_tokens(self, now: float) -> int:
+        """Return the most tokens of a step that keeps the times per output token of decoding rows; 0: any."""
+        columns = self._state.columns
+        rows = columns.decoding_paced()
+        if not len(rows):
+            return 0
+        tpots = columns.tpots[rows]
+        pace_s = float(np.clip(columns.next_due(rows) - now, _LEAST_PACE * tpots, tpots).min())
+        return max(self._paced_time.most_tokens(pace_s, _PACE_CAUTION), 1)
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
         """Update estimates and limits. A step begins when the previous one ends."""
@@ -216,6 +238,8 @@ class StepControl:
         if state.turns is not None and step.turn is not None:
             state.turns.pay(step.turn, batch.num_tokens, seconds)
         state.step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
+        if state.columns.num_paced:
+            self._paced_time.observe(batch.num_tokens, seconds, now)
         num_started_tokens = sum([request.num_prompt_tokens for request in step.started])
         self.estimate.observe_step(now, num_started_tokens, state.waiting.num_new)
         if step.started:

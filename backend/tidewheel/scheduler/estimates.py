@@ -166,14 +166,14 @@ class StepTime:
             return self.seconds(num_chunk_tokens)
         return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
 
-    def most_tokens(self, seconds: float) -> int:
+    def most_tokens(self, seconds: float, caution: float = _CAUTION) -> int:
         """Return the tokens of a step that seldom exceeds so many seconds: in proportion without a slope, or 1."""
         if not self._num_steps:
             return 1
         slope = self.seconds_per_token or max(self._mean_seconds, 1e-9) / max(self._mean_tokens, 1.0)
         squares = self._var_seconds - slope * (2.0 * self._cov - slope * self._var)  # of what the estimate misses
         spread = math.sqrt(max(squares, 0.0) / self._weight)
-        most = max(seconds - _CAUTION * spread, 0.5 * seconds)
+        most = max(seconds - caution * spread, 0.5 * seconds)
         return int(self._mean_tokens + (most - self._mean_seconds) / slope)
 
 
@@ -182,7 +182,7 @@ class ServiceEstimate:
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.step_tokens = max_num_batched_tokens  # that the next steps may compute of prompts
         self._last: float | None = None  # end of the last step, under backlog
         self._seen_at = 0.0
         self._tokens = 0.0
@@ -213,6 +213,6 @@ class ServiceEstimate:
     def prefill_seconds(self, num_tokens: int, now: float) -> float:
         if not self._step_time.is_fresh(now):
             return 0.0
-        whole, rest = divmod(num_tokens, self.max_num_batched_tokens)
-        seconds = whole * self._step_time.seconds(self.max_num_batched_tokens)
+        whole, rest = divmod(num_tokens, self.step_tokens)
+        seconds = whole * self._step_time.seconds(self.step_tokens)
         return seconds + self._step_time.seconds(rest) if rest else seconds

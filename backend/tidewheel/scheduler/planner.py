@@ -108,14 +108,30 @@ class StepPlanner:
 
     def _plan_decodes(self, rows: RowArray, starts: Int32Array) -> None:
         state, plan, columns = self._state, self._plan, self._state.columns
+        rows, starts, num_late = self._most_urgent(rows, starts)
         full = starts >= columns.num_slots.take(rows)
         if np.count_nonzero(full) > state.kv.num_free_blocks:
             plan.is_scarce = True
             sitting_out = free_blocks_to_grow(state, rows[full], self._now)
-            plan.num_sitting_out = len(sitting_out)
+            num_late += len(sitting_out)
             stays = columns.running[rows] & ~np.isin(rows, sitting_out)
             rows, starts, full = rows[stays], starts[stays], full[stays]
+        plan.num_sitting_out = num_late
         plan.set_decodes(rows, starts, rows[full])
+
+    def _most_urgent(self, rows: RowArray, starts: Int32Array) -> tuple[RowArray, Int32Array, int]:
+        """Return the rows that decode in the step, their positions, and the number of other rows that need a block.
+
+        Only rows with less slack and rows of a better class than all that have a time per output token pass others.
+        """
+        most, columns = self._plan.limits.max_decodes, self._state.columns
+        if most is None or len(rows) <= most:
+            return rows, starts, 0
+        is_chosen = np.zeros(len(rows), np.bool_)
+        is_chosen[columns.next_due(rows).argsort(kind="stable")[:most]] = True
+        is_chosen |= columns.classes[rows] < columns.classes[columns.tpots < np.inf].min()
+        num_full = np.count_nonzero(starts[~is_chosen] >= columns.num_slots[rows[~is_chosen]])
+        return rows[is_chosen], starts[is_chosen], int(num_full)
 
     def _grow(self) -> None:
         state, plan, rows = self._state, self._plan, self._plan.growing_rows

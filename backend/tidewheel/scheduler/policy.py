@@ -21,7 +21,7 @@ class Policy(NamedTuple):
 
 def _due(request: Request) -> OrderKey:
     due = request.soft_deadline if request.deadline is None else request.deadline
-    return (request.service_class, math.inf if due is None else due)
+    return (request.service_class, min(math.inf if due is None else due, request.latest_start))
 
 
 def _density(request: Request) -> OrderKey:

@@ -95,7 +95,17 @@ class Scheduler:
             state.end(request, reason, now)
             state.stats.num_expired += 1
             expired.append(request)
-        return expired
+        return expired + self._refuse_late(now)
+
+    def _refuse_late(self, now: float) -> list[Request]:
+        """End and return waiting requests that ask for a refusal where their first token would be late."""
+        state, refused = self._state, []
+        for _, _, request in state.refusals.pop_due(now):
+            request.error = self.admission.late_start(request, now)
+            state.end(request, FinishReason.ERROR, now)
+            state.stats.num_hopeless += 1
+            refused.append(request)
+        return refused
 
     def close_session(self, tenant: str, session_id: str) -> None:
         self._state.kv.sessions.close(tenant, session_id)

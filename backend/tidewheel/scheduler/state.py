@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -53,6 +54,8 @@ class SchedulerState:
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.deadlines = EventHeap[Request](_is_unfinished)
         self._soft_deadlines = EventHeap[Request](_is_unfinished)
+        self.refusals = EventHeap[Request](_awaits_objective)  # at latest starts
+        self._demotions = EventHeap[Request](_awaits_objective)
         self.virtual_counters: VirtualCounters | None = None
         self.observe_end: Callable[[Request, float], None] = lambda _, __: None  # set by admission
         self.blocked: BlockedRequest | None = None
@@ -102,6 +105,9 @@ class SchedulerState:
                 self.deadlines.push(request.deadline, request, len(self.requests))
             if request.soft_deadline is not None:
                 self._soft_deadlines.push(request.soft_deadline, request, len(self.requests))
+            if request.objective is not None and request.latest_start < math.inf:
+                starts = self.refusals if request.objective.refuses else self._demotions
+                starts.push(request.latest_start, request, len(self.requests))
         if self.policy.by_cache:
             leader.num_cached_tokens = self.kv.prefixes.estimate(leader)
         self.waiting.push(leader)
@@ -139,6 +145,15 @@ class SchedulerState:
             if request.service_class < Priority.LOW and not follows:
                 self.reclassify(request, request.service_class.dropped(), since=now)
                 self.stats.num_downgraded_deadline += 1
+        for _, _, request in self._demotions.pop_due(now):
+            self._demote(request, now)
+
+    def _demote(self, request: Request, now: float) -> None:
+        """Lower the class of a request that waits and would miss its objective, which counts no more."""
+        request.is_demoted, request.latest_start = True, math.inf
+        if request.leader is None or request not in request.leader.followers:
+            self.stats.num_downgraded_objective += request.service_class < Priority.LOW
+            self.reclassify(request, request.service_class.dropped(), since=now)
 
     def is_over_quota(self, request: Request) -> bool:
         """Return whether the request exceeds its tenant's block quota. Shared blocks count for each holder."""
@@ -324,6 +339,11 @@ class SchedulerState:
         unlifted = [r for r in queued if r.service_class > Priority.HIGH and r.ages_since is None]
         require(not unlifted, f"{unlifted} wait to be lifted for ever")
         require(all(request.ages_since is None for request in attached), "followers are lifted without their leader")
+
+
+def _awaits_objective(event: TimedEvent[Request]) -> bool:
+    request = event.subject
+    return request.first_scheduled_time is None and not request.is_finished and not request.is_demoted
 
 
 def _is_unfinished(event: TimedEvent[Request]) -> bool:

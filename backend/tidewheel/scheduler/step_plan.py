@@ -19,6 +19,7 @@ class StepLimits(NamedTuple):
     max_scores: int  # prompt positions with logits
     keep_free: int  # blocks, while others run
     slice_s: float | None = None  # longest time of the step
+    max_decodes: int | None = None  # rows that decode
 
 
 class StepChunk(NamedTuple):

@@ -153,6 +153,7 @@ def summarise(outcomes: SimulationOutcomes) -> Figures:
         "refused": int((outcomes.ends == REFUSED).sum()),
         "past_deadline": int((outcomes.ends == DEADLINE).sum()),
         "failed": int((outcomes.ends == FAILED).sum()),
+        "objectives": attainment(outcomes, np.full(len(trace), True)),
         "late_share": float(outcomes.misses(Objective()).mean()),
         "span_s": outcomes.span,
         "requests_per_s": float(finished.sum()) / span,
@@ -181,6 +182,15 @@ def summarise(outcomes: SimulationOutcomes) -> Figures:
     }
 
 
+def attainment(outcomes: SimulationOutcomes, chosen: BoolArray) -> float | None:
+    """Return the share of the chosen requests with objectives that met them; None if there are none."""
+    trace = outcomes.trace
+    is_late = (outcomes.ttft > trace.ttft_objectives) | (outcomes.tpot > trace.tpot_objectives)
+    with_objective = chosen & np.isfinite(np.minimum(trace.ttft_objectives, trace.tpot_objectives))
+    is_met = outcomes.finished & ~is_late
+    return float(is_met[with_objective].mean()) if with_objective.any() else None
+
+
 def served_tokens(outcomes: SimulationOutcomes) -> dict[str, float]:
     trace = outcomes.trace
     done = outcomes.finished & (outcomes.last_token <= outcomes.arrivals.max())
@@ -194,6 +204,7 @@ def _part(outcomes: SimulationOutcomes, chosen: BoolArray) -> Figures:
     return {
         "num_requests": int(chosen.sum()),
         "refused": int((chosen & (outcomes.ends == REFUSED)).sum()),
+        "objectives": attainment(outcomes, chosen),
         **_latencies(outcomes, chosen & outcomes.finished),
     }
 

@@ -15,7 +15,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
 from tidewheel.record import recorded_events as record
 from tidewheel.record.recorder import describe_batch, describe_ended
-from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.request import FinishReason, Priority, Request, RequestObjective
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
 
@@ -210,6 +210,7 @@ def to_request(recorded: record.RecordedRequest) -> Request:
         session_ttl=recorded.session_ttl,
         bucket=recorded.bucket,
         encoder_tokens=recorded.encoder_tokens,
+        objective=None if recorded.objective is None else RequestObjective.of(*recorded.objective),
     )
 
 

@@ -229,7 +229,7 @@ class Simulator:
                 num_rows=num_rows,
                 block_size=block_size,
                 has_tokens=enable_prefix_caching,
-                has_deadlines=bool(np.isfinite(trace.deadlines).any()),
+                has_deadlines=bool(np.isfinite((trace.deadlines, trace.ttft_objectives)).any()),
             )
 
         self.fleet = SimulatedFleet(make_replica, self._router, num_replicas, scaling)

@@ -70,6 +70,7 @@ class TraceRequests:
             stop_token_ids=(STOP_TOKEN,),
             tenant=trace.tenant(index),
             deadline=deadline if deadline < math.inf else None,
+            objective=trace.objective(index),
             session_id=trace.session(index),
             session_ttl=self._session_ttl_s,
             bucket=trace.bucket(index),

@@ -98,6 +98,7 @@ class ClassLine(msgspec.Struct, kw_only=True):
     shed: Annotated[Figure, PageChange.total, metrics.SHED]  # refused by the breaker
     evicted: Annotated[Figure, PageChange.total, metrics.EVICTED]  # displaced by a better class
     in_time: Annotated[Figure, PageChange.ratio, metrics.IN_TIME, metrics.ANSWERED]  # share of the answers
+    objectives: Annotated[Figure, PageChange.ratio, metrics.OBJECTIVES_MET, metrics.OBJECTIVES]  # share that was met
 
 
 class TenantLine(msgspec.Struct, kw_only=True):
@@ -108,6 +109,7 @@ class TenantLine(msgspec.Struct, kw_only=True):
     prompt_tokens_rate: Annotated[Figure, PageChange.rate, metrics.TENANT_PROMPT_TOKENS]
     output_tokens_rate: Annotated[Figure, PageChange.rate, metrics.TENANT_GENERATION_TOKENS]
     output_tokens: Annotated[Figure, PageChange.total, metrics.TENANT_GENERATION_TOKENS]
+    objectives: Annotated[Figure, PageChange.ratio, metrics.TENANT_OBJECTIVES_MET, metrics.TENANT_OBJECTIVES]
 
 
 class CacheLine(msgspec.Struct, kw_only=True):

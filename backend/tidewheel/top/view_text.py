@@ -64,6 +64,7 @@ _CLASS_COLUMNS: Columns[ClassLine] = (
     ("shed", lambda one: count(one.shed)),
     ("evicted", lambda one: count(one.evicted)),
     ("in time", lambda one: percent(one.in_time)),
+    ("objectives", lambda one: percent(one.objectives)),
 )
 _TENANT_COLUMNS: Columns[TenantLine] = (
     ("tenant", lambda one: printable(one.name) or NOTHING),
@@ -73,6 +74,7 @@ _TENANT_COLUMNS: Columns[TenantLine] = (
     ("tokens in", lambda one: per_second(one.prompt_tokens_rate)),
     ("tokens out", lambda one: per_second(one.output_tokens_rate)),
     ("out in all", lambda one: count(one.output_tokens)),
+    ("objectives", lambda one: percent(one.objectives)),
 )
 _ERROR_COLUMNS: Columns[ErrorLine] = (
     ("error", lambda one: printable(one.tag)),

@@ -9,6 +9,8 @@
     prefix_group     a name; its requests share their first prefix_tokens tokens
     prefix_tokens    needs prefix_group
     deadline_s       seconds from arrival; absent: never
+    ttft_s           objective: seconds from arrival to the first token; absent: none
+    tpot_s           objective: mean seconds of each later token; absent: none
     encoder_tokens   computed of a request's audio as it enters
     bucket           shapes of a request without text: equal names may share a batch
     pause_s          seconds from the end of the session's turn before; then `arrival` gives the order of turns alone
@@ -53,6 +55,8 @@ class _TraceRow(msgspec.Struct):
     prefix_group: _Name = ""
     prefix_tokens: _Tokens = 0
     deadline_s: _Seconds = math.inf
+    ttft_s: _Seconds = math.inf
+    tpot_s: _Seconds = math.inf
     encoder_tokens: _Tokens = 0
     bucket: _Name = ""
     pause_s: _Seconds | None = None
@@ -136,6 +140,8 @@ def _trace(requests: list[_TraceRow]) -> Trace:
         "prefix_groups": [_index(groups, request.prefix_group) for request in requests],
         "prefix_tokens": [request.prefix_tokens for request in requests],
         "deadlines": [request.deadline_s for request in requests],
+        "ttft_objectives": [request.ttft_s for request in requests],
+        "tpot_objectives": [request.tpot_s for request in requests],
         "encoder_tokens": [request.encoder_tokens for request in requests],
         "buckets": [_index(buckets, request.bucket) for request in requests],
         "pauses": [math.nan if request.pause_s is None else request.pause_s for request in requests],

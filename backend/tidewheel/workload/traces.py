@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tidewheel.batch import Int32Array
 from tidewheel.config import Kind
 from tidewheel.errors import ConfigError
-from tidewheel.request import Priority
+from tidewheel.request import Priority, RequestObjective
 from tidewheel.workload.arrivals import FloatArray
 from tidewheel.workload.lengths import Lengths
 
@@ -34,6 +34,8 @@ class Trace:
     prefix_names: tuple[str, ...] = ()
     prefix_tokens: Int32Array
     deadlines: FloatArray  # seconds after arrival; inf: none
+    ttft_objectives: FloatArray  # seconds after arrival; inf: none
+    tpot_objectives: FloatArray  # seconds a token; inf: none
     encoder_tokens: Int32Array  # of requests with audio
     buckets: Int32Array  # of requests without text
     bucket_names: tuple[str, ...] = ("",)
@@ -73,6 +75,9 @@ class Trace:
     def session(self, index: int) -> str:
         return "" if self.sessions[index] == NOBODY else self.session_names[self.sessions[index]]
 
+    def objective(self, index: int) -> RequestObjective | None:
+        return RequestObjective.of(float(self.ttft_objectives[index]), float(self.tpot_objectives[index]))
+
     def prefix_group(self, index: int) -> str:
         return "" if self.prefix_groups[index] == NOBODY else self.prefix_names[self.prefix_groups[index]]
 
@@ -104,21 +109,22 @@ class Trace:
         index = np.arange(count) % len(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
-        columns |= {"arrivals": np.zeros(count), "deadlines": np.full(count, np.inf)}
-        columns["pauses"] = np.full(count, np.nan)
+        columns |= {"arrivals": np.zeros(count), "pauses": np.full(count, np.nan)}
+        columns |= dict.fromkeys(_LIMITS, np.full(count, np.inf))
         return dataclasses.replace(self, **columns)
 
 
+_LIMITS = ("deadlines", "ttft_objectives", "tpot_objectives")
 _DEFAULTS = {
     "priorities": Priority.NORMAL, "tenants": 0, "sessions": NOBODY, "prefix_groups": NOBODY, "prefix_tokens": 0,
-    "deadlines": math.inf, "encoder_tokens": 0, "buckets": 0, "pauses": math.nan, "tools": 0,
+    "encoder_tokens": 0, "buckets": 0, "pauses": math.nan, "tools": 0, **dict.fromkeys(_LIMITS, math.inf),
 }  # fmt: skip
 
 
 def _column(name: str, value: Any) -> Any:
     if name.endswith("_names"):
         return value
-    return np.asarray(value, dtype=np.float64 if name in ("arrivals", "deadlines", "pauses") else np.int32)
+    return np.asarray(value, dtype=np.float64 if name in ("arrivals", "pauses", *_LIMITS) else np.int32)
 
 
 class PrefixMix(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -148,7 +149,7 @@ class SchedulerDriver(RequestLedger):
     def expire(self) -> list[Request]:
         self.expired = expired = self.scheduler.expire(self.now)
         for request in expired:
-            assert request.deadline is not None and request.deadline <= self.now
+            assert min(request.deadline or math.inf, request.latest_start) <= self.now
             self.end(request)
         return expired
 

@@ -52,8 +52,14 @@ _MARKS = [
     *THOUGHT_MARKS.values(),
     '{"name": "weather", "arguments": ',
 ]
+_BEGINNINGS = {mark[:length] for mark in _MARKS for length in range(1, len(mark))}
+_LONGEST = max(map(len, _MARKS))
 
 # Marks of a template, and those that are tokens of their own.
+_DEEPSEEK = tuple(
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+)
 FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Qwen3": ("<tool_call></tool_call>", ("<tool_call>", "</tool_call>")),
     "Llama 3": ("<|start_header_id|>", ("<|python_tag|>",)),
@@ -63,13 +69,8 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
         "<|channel|>",
         ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>"),
     ),
-    "DeepSeek": (
-        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-        tuple(
-            f"<\uff5ctool\u2581{name}\uff5c>"
-            for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
-        ),
-    ),
+    "DeepSeek": (_DEEPSEEK[0], _DEEPSEEK),
+    "DeepSeek, blocks": (f"{_DEEPSEEK[0]} ```json", _DEEPSEEK),
     "no tools": ("", ()),
 }
 # Texts after the question, and how the gateway is told to read thoughts.
@@ -191,7 +192,7 @@ class RandomModel:
         self._end = backend.token_to_id(END)
         self.jobs = JobRunner(TokenizerFolder(folder, self._size, 1 << 20))
         self._compiler = GrammarCompiler(folder, self._size)
-        self._compiled = cache(self._compile)
+        self._compiled, self._after = cache(self._compile), cache(self._tokens_after)
         self._texts = [self.jobs.tokenizer.token_text(token_id) for token_id in range(self._size)]
         self._likes = np.array([_is_structure(text) for text in self._texts])
 
@@ -200,6 +201,17 @@ class RandomModel:
         assert answer.grammar is not None
         source = self.jobs.run(GrammarTrial(answer.grammar)).text
         return self._compiler.compile(source, "tools"), self.jobs.tokenizer.encode(answer.text)
+
+    def _of_marks(self, said: str) -> np.ndarray:
+        """Return which tokens go on with a mark that the text has begun; at the beginning, those that begin one."""
+        found = np.zeros(self._size, bool)
+        for begun in {said[-length:] for length in range(1, _LONGEST)} & _BEGINNINGS if said else [""]:
+            found |= self._after(begun)
+        return found
+
+    def _tokens_after(self, begun: str) -> np.ndarray:
+        rests = [mark.removeprefix(begun) for mark in _MARKS if mark.startswith(begun)]
+        return np.array([bool(text) and any(rest.startswith(text) for rest in rests) for text in self._texts])
 
     def chunks(self, messages: str, seed: int) -> Iterator[Chunk]:
         """Yield an answer token by token."""
@@ -211,30 +223,21 @@ class RandomModel:
             may_end, allowed = bits[grammar.end_bit], bits[: self._size].copy()
             allowed[self._end] = may_end
             liked = allowed & self._likes if draws.random() < 1 / 3 else allowed
-            if draws.random() < 0.8 and (rests := _rests_of_marks(said)):
-                goes_on = [bool(text) and any(rest.startswith(text) for rest in rests) for text in self._texts]
-                liked = allowed & goes_on if (allowed & goes_on).any() else liked
+            if draws.random() < 0.8 and (goes_on := allowed & self._of_marks(said)).any():
+                liked = goes_on
             token_id = int(draws.choice(np.flatnonzero(liked if liked.any() else allowed)))
             if token_id == self._end or number == MOST_TOKENS:
                 reason = "stop" if token_id == self._end else "length"
                 yield Chunk(text=detokenizer.flush(), finish_reason=reason, num_output_tokens=number)
                 return
-            assert matcher.consume_token(token_id), (repr(said), self._texts[token_id], matcher.get_error(), grammar)
+            assert matcher.consume_token(token_id), matcher.get_error()
             text = detokenizer.push([token_id])
-            said = (said + text)[-100:]
+            said = (said + text)[-_LONGEST:]
             yield Chunk(text=text)
 
 
 def _is_structure(text: str) -> bool:
     return text == END or not set(text).isdisjoint('<>"{}[]:,')
-
-
-def _rests_of_marks(said: str) -> list[str]:
-    """Return what marks lack that the text has begun; at the beginning of a text, the whole marks."""
-    if not said:
-        return list(_MARKS)
-    begun = [(mark, said[-length:]) for mark in _MARKS for length in range(1, min(len(mark), len(said) + 1))]
-    return [mark.removeprefix(end) for mark, end in begun if mark.startswith(end)]
 
 
 @cache

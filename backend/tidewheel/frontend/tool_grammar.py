@@ -94,7 +94,7 @@ class ToolGrammars:
         """Yield the rule of an answer that does not begin with `excluded`, a pattern."""
         chosen, text, begins = self._format, f"{name}_text", "|".join(filter(None, (excluded, _BARE_CALL)))
         if must_call:
-            yield f"{name}: space? marked_calls"
+            yield f"{name}: {'' if chosen.after_thoughts else 'space?'} marked_calls"
         elif chosen.answer:
             before, after = map(self._literal, chosen.preamble)
             yield f"{name}: {self._literal(chosen.answer)} {text} | ({before} {text} {after})? marked_calls"

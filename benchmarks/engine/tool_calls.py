@@ -20,6 +20,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -378,10 +379,10 @@ def main() -> None:
     study = Study("tool_calls", __doc__, "llguidance", "jsonschema")
     study.add_argument("--runs", type=int, default=NUM_RUNS, help="of each case")
     options = study.begin()
-    rows = []
-    for case in cases():
-        tally = run(case, range(options.runs))
-        rows.append({**case._asdict(), **tally._asdict()})
+    all_cases = list(cases())
+    with ProcessPoolExecutor() as pool:
+        tallies = list(pool.map(run, all_cases, itertools.repeat(range(options.runs))))
+    rows = [{**case._asdict(), **tally._asdict()} for case, tally in zip(all_cases, tallies, strict=True)]
     totals = {name: sum(row[name] for row in rows) for name in Tally._fields}
     show(rows)
     show([totals])

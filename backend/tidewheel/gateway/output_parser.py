@@ -15,11 +15,9 @@ from tidewheel_client.errors import InvalidRequest
 
 Reasoning = Literal["tagged", "always", "off"]  # always: the template opens the tag
 
-_BARE = CallMark(OBJECT_HEAD)  # of text that begins with {
-_HEADS = {mark: re.compile(rest.head, re.DOTALL) for mark, rest in {**CALL_MARKS, "": _BARE}.items()}
+_CALLS = {**CALL_MARKS, "": CallMark(OBJECT_HEAD)}  # by mark; empty: text that begins with {
 _BARE_BEGINNING = re.compile(r'\s*\{\s*(?:$|"(?:$|n(?:$|a(?:$|m(?:$|e)))))')
-_AFTER_ARGUMENTS = " \t\r\n;,}]"  # after a call's arguments
-_BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\])*")
+_BETWEEN = " \t\r\n;,"
 _CUT_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
 _STRUCTURE = re.compile(r'[\\"{}\[\]]')
 _OPENERS = re.compile(r"[<\[]")
@@ -154,10 +152,8 @@ class OutputParser:
         held, self._held = self._held, ""
         if self._state == self._in_thought:
             return ParsedOutput(reasoning=held)
-        if self._state == self._in_arguments:
-            self.was_cut = True
-            return ParsedOutput()
-        if self._state == self._after_call:
+        if self._state in (self._in_arguments, self._after_call):
+            self.was_cut = self._state == self._in_arguments
             return ParsedOutput()
         if self._state == self._in_call:
             return self._parse_calls(held)
@@ -191,21 +187,23 @@ class OutputParser:
     def _in_content(self) -> ParsedOutput | None:
         marks = _NO_MARKS if self._tools is None else _CONTENT_MARKS
         content, mark, self._held = marks.split(self._held)
-        if mark in MORE_THOUGHT_MARKS and self._reasoning != "off":
+        if mark in MORE_THOUGHT_MARKS and self._reasoning == "off":
+            content += mark
+        elif mark in MORE_THOUGHT_MARKS:
             self._thought_end, self._state = MORE_THOUGHT_MARKS[mark], self._in_thought
         elif mark in CALL_MARKS:
             self._mark, self._state = mark, self._in_call
         return ParsedOutput(content) if content or mark else None
 
     def _in_call(self) -> ParsedOutput | None:
-        head = _HEADS[self._mark].match(self._held)
+        head = _CALLS[self._mark].head.match(self._held)
         if head is not None and (self._mark or head["name"] in (self._tools or ())):
             self._held, self._state, self._scanner = self._held[head.end() :], self._in_arguments, _ObjectScanner()
             return ParsedOutput(calls=(ToolCall(_new_id(), head[head.lastgroup or "name"], ""),))
         if self._is_strict and not self._mark and not _BARE_BEGINNING.match(self._held):
             self._state = self._in_content
             return ParsedOutput()
-        closing = self._closing
+        closing = _CALLS[self._mark].closing
         if not closing or closing not in self._held:
             return None
         raw, _, self._held = self._held.partition(closing)
@@ -223,12 +221,12 @@ class OutputParser:
         return ParsedOutput(calls=(ToolCall("", "", piece),))
 
     def _after_call(self) -> ParsedOutput | None:
-        if closing := self._closing:
+        if closing := _CALLS[self._mark].closing:
             if closing not in self._held:
                 return None
             self._held, self._state = self._held.partition(closing)[2], partial(self._skip_space, self._in_content)
             return ParsedOutput()
-        self._held = self._held.lstrip(_AFTER_ARGUMENTS)
+        self._held = self._held.lstrip(_BETWEEN + "}]")
         if not self._held:
             return None
         self._state = self._in_call if self._held.startswith("{") else self._in_content
@@ -240,10 +238,6 @@ class OutputParser:
             return None
         self._state = state
         return ParsedOutput()
-
-    @property
-    def _closing(self) -> str:
-        return CALL_MARKS[self._mark].closing if self._mark else ""
 
     def _parse_calls(self, raw: str, closing: str = "") -> ParsedOutput:
         """Return the calls of a text that does not begin with a name and an object of arguments."""
@@ -268,17 +262,11 @@ class OutputParser:
 
 def _read_calls(text: str) -> Iterator[ToolCall]:
     """Yield the tool calls of a text. Raise ValueError if it holds anything else."""
-    position = _skip(text, 0)
-    while position < len(text):
-        value, position = _decoder.raw_decode(text, position)
-        for item in value if isinstance(value, list) else [value]:
-            yield _call(item)
-        position = _skip(text, position)
-
-
-def _skip(text: str, position: int) -> int:
-    match = _BETWEEN.match(text, position)
-    return position if match is None else match.end()
+    rest = text.strip(_BETWEEN)
+    while rest:
+        value, end = _decoder.raw_decode(rest)
+        yield from map(_call, value if isinstance(value, list) else [value])
+        rest = rest[end:].lstrip(_BETWEEN)
 
 
 def _call(item: Any) -> ToolCall:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from tidewheel.tool_formats.tool_format import NAME, CallMark, ToolFormat
 
 CHANNEL = "<|channel|>"
 _MESSAGE, _END, _NEXT, _TO = "<|message|>", "<|end|>", "<|start|>assistant", " to=functions."
 _ANALYSIS, _FINAL, _COMMENTARY = (f"{CHANNEL}{name}{_MESSAGE}" for name in ("analysis", "final", "commentary"))
 _CALL = f"{CHANNEL}commentary{_TO}"
-_CALL_MARK = CallMark(rf"{NAME}(?:(?!<\|message\|>).)*<\|message\|>\s*(?=\{{)")
+_CALL_MARK = CallMark(re.compile(rf"{NAME}(?:(?!<\|message\|>).)*<\|message\|>\s*(?=\{{)", re.DOTALL))
 _BEFORE = ("", _NEXT, _END + _NEXT)  # a message
 HARMONY = ToolFormat(
     begin=f"{_CALL}NAME <|constrain|>json{_MESSAGE}",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tidewheel.tool_formats.tool_format import NAME, NAMED_OBJECT, OBJECT_HEAD, CallMark, ToolFormat
+import re
+
+from tidewheel.tool_formats.tool_format import NAME, NAMED_OBJECT, OBJECT, CallMark, ToolFormat
 
 MARK, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
-_NAMED_HEAD = rf"\s*{NAME.replace('name', 'bare')}\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{{)"
-_MARKS = {MARK: CallMark(rf"(?:\s*\[)?{OBJECT_HEAD}|{_NAMED_HEAD}")}
+_NAMED = rf"\s*{NAME.replace('name', 'bare')}\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{{)"
+_MARKS = {MARK: CallMark(re.compile(rf"(?:\s*\[)?{OBJECT}|{_NAMED}"))}
 MISTRAL = ToolFormat(
     opening=f"{MARK}[", begin=NAMED_OBJECT, end="}", separator=", ", closing="]", trigger=MARK, marks=_MARKS
 )

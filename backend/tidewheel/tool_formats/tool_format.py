@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
 # The arguments follow.
-OBJECT_HEAD = rf'\s*\{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+OBJECT = rf'\s*\{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+OBJECT_HEAD = re.compile(OBJECT)
 NAMED_OBJECT = '{"name": "NAME", "arguments": '
 
 
@@ -14,7 +16,7 @@ NAMED_OBJECT = '{"name": "NAME", "arguments": '
 class CallMark:
     """Rest of a call whose mark has been read."""
 
-    head: str  # pattern from the mark to the arguments, with the group `name`
+    head: re.Pattern[str]  # from the mark to the arguments, with a group for the name
     closing: str = ""  # after the arguments; empty: the call ends with them
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning
+from tidewheel.gateway.output_parser import ExpectedCalls, OutputParser, ParsedOutput, Reasoning
 
 TOOLS = frozenset({"weather", "time"})
 PARIS = ("weather", {"city": "Paris"})
@@ -69,7 +69,7 @@ def parse(
     *,
     is_forced: bool = False,
 ) -> ParsedOutput:
-    parser = OutputParser(tools, reasoning, is_forced=is_forced)
+    parser = OutputParser(ExpectedCalls(tools, must_call=is_forced), reasoning)
     output = ParsedOutput()
     for piece in pieces:
         output += parser.push(piece)
@@ -107,7 +107,7 @@ def test_a_call_that_was_cut_keeps_what_there_is_of_its_arguments(seed: int) -> 
 @pytest.mark.parametrize("text", ['{"arguments": {}, "name": "time"}', '{"n\\u0061me": "time", "arguments": {}}'])
 def test_strict_calls_outside_marks_begin_with_their_name(text: str) -> None:
     assert len(parse([text]).calls) == 1
-    parser = OutputParser(TOOLS, "tagged", is_strict=True)
+    parser = OutputParser(ExpectedCalls(TOOLS, is_strict=True), "tagged")
     assert parser.push(text) + parser.end() == ParsedOutput(text)
 
 
@@ -152,8 +152,8 @@ def test_where_the_thought_begins() -> None:
 
 
 def test_text_comes_as_soon_as_it_is_certain() -> None:
-    parser = OutputParser(TOOLS, "tagged")
+    parser = OutputParser(ExpectedCalls(TOOLS), "tagged")
     assert parser.push("Well, <too") == ParsedOutput("Well, ")
     assert parser.push("th> ") == ParsedOutput("<tooth> ")
     assert len(parser.push(HERMES).calls) == 1
-    assert OutputParser(None, "off").push("<tool_call>") == ParsedOutput("<tool_call>")
+    assert OutputParser(ExpectedCalls(), "off").push("<tool_call>") == ParsedOutput("<tool_call>")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from tidewheel.errors import InvalidRequest
@@ -141,7 +142,7 @@ def _without(marks: Iterable[str]) -> str:
 
 def _schema(name: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the schema of a function's arguments. Raise `InvalidRequest` or `Unsupported`."""
-    place, schema = f"tools: parameters of {name}", {"type": "object"} | (dict(parameters or _NO_PARAMETERS))
+    place, schema = f"tools: parameters of {name}", {"type": "object"} | deepcopy(dict(parameters or _NO_PARAMETERS))
     if schema["type"] != "object":
         raise InvalidRequest(f"{place}: type is {show(schema['type'])}: arguments are an object")
     check_options(place, schema)

@@ -221,16 +221,7 @@ class TextWriter(AnswerWriter):
 
 def parser_of(request: UpstreamRequest, reasoning: Reasoning) -> OutputParser:
     """Return a parser of one sequence. An answer in a grammar has no thoughts."""
-    if grammar_field(request.params):
-        reasoning = "off"
-    has_one_call = isinstance(request.body, ChatBody) and not request.body.parallel_tool_calls
-    return OutputParser(
-        request.tools,
-        reasoning,
-        is_forced=request.must_call,
-        is_strict=request.is_strict,
-        has_one_call=has_one_call,
-    )
+    return OutputParser(request.calls, "off" if grammar_field(request.params) else reasoning)
 
 
 def as_event(event: Json) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
-from tidewheel.gateway.output_parser import allowed_tools, forced_functions, functions_of
+from tidewheel.gateway.output_parser import ExpectedCalls, allowed_tools, forced_functions, functions_of
 from tidewheel.request_options import to_priority
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import DeadlineExceeded, InvalidRequest, Unsupported
@@ -137,9 +137,7 @@ class UpstreamRequest:
     request_id: str = ""
     traceparent: str = ""
     stream: bool = False
-    tools: frozenset[str] | None = None  # function names; None: calls are text
-    must_call: bool = False  # one of `tools`
-    is_strict: bool = False  # where the model chooses to call, a grammar follows
+    calls: ExpectedCalls = field(default_factory=ExpectedCalls)
     begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms`
 
     @property
@@ -291,8 +289,9 @@ def read_chat(fields: Fields) -> UpstreamRequest:
     variables = template_variables(body.chat_template_kwargs, thinks, body.reasoning_effort)
     prompt = _conversation(body.messages, tools, variables, rules)
     request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
-    request.tools, request.must_call = frozenset(functions) if tools else None, must_call
-    request.is_strict = not must_call and any(function.get("strict") for function in functions.values())
+    is_strict = not must_call and any(function.get("strict") for function in functions.values())
+    names = frozenset(functions) if tools else None
+    request.calls = ExpectedCalls(names, must_call, is_strict, body.parallel_tool_calls)
     return request
 
 

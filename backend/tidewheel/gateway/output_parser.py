@@ -19,7 +19,7 @@ _CALLS = {**CALL_MARKS, "": CallMark(OBJECT_HEAD)}  # by mark; empty: text that 
 _BARE_BEGINNING = re.compile(r'\s*\{\s*(?:$|"(?:$|n(?:$|a(?:$|m(?:$|e)))))')
 _BETWEEN = " \t\r\n;,"
 _CUT_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
-_STRUCTURE = re.compile(r'[\\"{}\[\]]')
+_STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 _OPENERS = re.compile(r"[<\[]")
 _NOTHING = "(?!)"  # matches no text
 _decoder = json.JSONDecoder()
@@ -50,6 +50,13 @@ class ParsedOutput(NamedTuple):
         return ParsedOutput(self.content + other.content, self.reasoning + other.reasoning, calls + more)
 
 
+class ExpectedCalls(NamedTuple):
+    tools: frozenset[str] | None = None  # function names; None: text of calls stays content
+    must_call: bool = False  # after thoughts
+    is_strict: bool = False  # calls outside marks begin with their name, as in the grammar
+    is_parallel: bool = True  # else later calls are dropped
+
+
 class _MarkFinder:
     """Finder of the first of some marks, each of which begins with `<` or `[`."""
 
@@ -68,32 +75,6 @@ class _MarkFinder:
         return text, "", ""
 
 
-class _ObjectScanner:
-    """Finder of the end of a JSON object that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_string = False
-        self._escaped = -1  # index in the next piece
-
-    def find_end(self, piece: str) -> int:
-        """Return the length of the piece up to the object's end; 0: it goes on."""
-        for match in _STRUCTURE.finditer(piece):
-            char, at = match[0], match.start()
-            if at == self._escaped:
-                continue
-            if self._is_string and char == "\\":
-                self._escaped = at + 1
-            elif char == '"':
-                self._is_string = not self._is_string
-            elif not self._is_string and char != "\\":
-                self._depth += 1 if char in "{[" else -1
-                if self._depth <= 0:
-                    return at + 1
-        self._escaped -= len(piece)
-        return 0
-
-
 _State = Callable[[], ParsedOutput | None]
 _CONTENT_MARKS = _MarkFinder((*CALL_MARKS, *SILENT_MARKS, *MORE_THOUGHT_MARKS))
 _NO_MARKS = _MarkFinder(())
@@ -103,31 +84,15 @@ _THOUGHT_ENDS = {end: _MarkFinder((end,)) for end in (*THOUGHT_MARKS.values(), *
 class OutputParser:
     """Incremental parser of one sequence's text. It withholds text that may begin a mark."""
 
-    def __init__(
-        self,
-        tools: frozenset[str] | None,
-        reasoning: Reasoning,
-        *,
-        is_forced: bool = False,
-        is_strict: bool = False,
-        has_one_call: bool = False,
-    ) -> None:
-        """`tools`: function names; None: text of calls stays content. `is_forced`: after thoughts comes a call.
-
-        `is_strict`: a call outside marks begins with its name, as in the grammar. `has_one_call`: later calls are
-        dropped.
-        """
-        self._tools = tools
-        self._is_forced = is_forced
-        self._is_strict = is_strict
-        self._has_one_call = has_one_call
+    def __init__(self, expected: ExpectedCalls, reasoning: Reasoning) -> None:
+        self._expected = expected
         self._num_calls = 0
         self.was_cut = False  # the last call
         self._reasoning = reasoning
         self._held = ""
         self._mark = ""  # of the current call
         self._thought_end = THOUGHT_MARKS["<think>"]
-        self._scanner = _ObjectScanner()
+        self._depth, self._is_string = 0, False  # within the arguments
         self._state: _State = self._in_thought if reasoning == "always" else self._at_start
 
     def push(self, text: str) -> ParsedOutput:
@@ -144,7 +109,7 @@ class OutputParser:
         calls = []
         for call in part.calls:
             self._num_calls += bool(call.id)
-            if self._num_calls == 1 or not self._has_one_call:
+            if self._num_calls == 1 or self._expected.is_parallel:
                 calls.append(call)
         return part._replace(calls=tuple(calls))
 
@@ -152,12 +117,14 @@ class OutputParser:
         held, self._held = self._held, ""
         if self._state == self._in_thought:
             return ParsedOutput(reasoning=held)
-        if self._state in (self._in_arguments, self._after_call):
-            self.was_cut = self._state == self._in_arguments
+        if self._state == self._in_arguments:
+            self.was_cut = True
+            return ParsedOutput(calls=(ToolCall("", "", held),) if held else ())
+        if self._state == self._after_call:
             return ParsedOutput()
         if self._state == self._in_call:
             return self._parse_calls(held)
-        return self._cut_call(held) if self._is_forced and not self._num_calls else ParsedOutput(held)
+        return self._cut_call(held) if self._expected.must_call and not self._num_calls else ParsedOutput(held)
 
     # A state returns its part; None: it needs more text.
 
@@ -179,13 +146,13 @@ class OutputParser:
 
     def _at_content(self) -> ParsedOutput | None:
         text = self._held.lstrip()
-        if self._tools is not None and not text:
+        if self._expected.tools is not None and not text:
             return None
-        self._state = self._in_call if self._tools and text.startswith("{") else self._in_content
+        self._state = self._in_call if self._expected.tools and text.startswith("{") else self._in_content
         return ParsedOutput()
 
     def _in_content(self) -> ParsedOutput | None:
-        marks = _NO_MARKS if self._tools is None else _CONTENT_MARKS
+        marks = _NO_MARKS if self._expected.tools is None else _CONTENT_MARKS
         content, mark, self._held = marks.split(self._held)
         if mark in MORE_THOUGHT_MARKS and self._reasoning == "off":
             content += mark
@@ -197,10 +164,10 @@ class OutputParser:
 
     def _in_call(self) -> ParsedOutput | None:
         head = _CALLS[self._mark].head.match(self._held)
-        if head is not None and (self._mark or head["name"] in (self._tools or ())):
-            self._held, self._state, self._scanner = self._held[head.end() :], self._in_arguments, _ObjectScanner()
+        if head is not None and (self._mark or head["name"] in (self._expected.tools or ())):
+            self._held, self._state = self._held[head.end() :], self._in_arguments
             return ParsedOutput(calls=(ToolCall(_new_id(), head[head.lastgroup or "name"], ""),))
-        if self._is_strict and not self._mark and not _BARE_BEGINNING.match(self._held):
+        if self._expected.is_strict and not self._mark and not _BARE_BEGINNING.match(self._held):
             self._state = self._in_content
             return ParsedOutput()
         closing = _CALLS[self._mark].closing
@@ -211,14 +178,19 @@ class OutputParser:
         return self._parse_calls(raw, closing)
 
     def _in_arguments(self) -> ParsedOutput | None:
-        if not self._held:
-            return None
-        end = self._scanner.find_end(self._held)
-        piece = self._held[: end or None]
+        """Return the arguments so far, but not a backslash without the character that it escapes."""
+        is_half = (len(self._held) - len(self._held.rstrip("\\"))) % 2
+        piece = self._held[: len(self._held) - is_half]
+        for match in _STRUCTURE.finditer(piece):
+            if match[0] == '"':
+                self._is_string = not self._is_string
+            elif not self._is_string and match[0] in "{}[]":
+                self._depth += 1 if match[0] in "{[" else -1
+                if not self._depth:
+                    piece, self._state = piece[: match.end()], self._after_call
+                    break
         self._held = self._held[len(piece) :]
-        if end:
-            self._state = self._after_call
-        return ParsedOutput(calls=(ToolCall("", "", piece),))
+        return ParsedOutput(calls=(ToolCall("", "", piece),)) if piece else None
 
     def _after_call(self) -> ParsedOutput | None:
         if closing := _CALLS[self._mark].closing:
@@ -245,9 +217,9 @@ class OutputParser:
             calls = tuple(_read_calls(raw))
         except (ValueError, RecursionError):
             calls = ()
-        if not calls and self._is_forced and not self._num_calls:
+        if not calls and self._expected.must_call and not self._num_calls:
             return self._cut_call(raw)
-        if not calls or (not self._mark and any(call.name not in (self._tools or ()) for call in calls)):
+        if not calls or (not self._mark and any(call.name not in (self._expected.tools or ()) for call in calls)):
             return ParsedOutput(self._mark + raw + closing)
         return ParsedOutput(calls=calls)
 
@@ -256,7 +228,7 @@ class OutputParser:
         self.was_cut = True
         found = _CUT_NAME.search(text)
         begin = found[1] if found else ""
-        fitting = [name for name in self._tools or () if name.startswith(begin)]
+        fitting = [name for name in self._expected.tools or () if name.startswith(begin)]
         return ParsedOutput(calls=(ToolCall(_new_id(), fitting[0] if len(fitting) == 1 else begin, ""),))
 
 

@@ -160,3 +160,19 @@ def test_hostile_grammars_end_alone(server: Server) -> None:
     assert all(error.startswith("[TW-INPUT]") for error in found[:3])
     assert all(not error or "grammar has become too complex" in error for error in found[3:5])
     assert not any(found[5:])
+
+
+def test_strict_tools(client: openai.OpenAI) -> None:
+    """The model may call; a schema that cannot be followed is refused by its function's name, another grammar too."""
+
+    def ask(parameters: Any, **fields: Any) -> Any:
+        function = {"name": "weather", "parameters": parameters, "strict": True}
+        tools: Any = [{"type": "function", "function": function}]
+        return client.chat.completions.create(model="demo", messages=CHAT, tools=tools, max_tokens=40, **fields)
+
+    assert ask(CITY).choices[0].finish_reason in ("stop", "length", "tool_calls")
+    with pytest.raises(openai.BadRequestError, match="tools: parameters of weather: maximum is 1e") as caught:
+        ask({"type": "object", "properties": {"n": {"type": "number", "maximum": 1e300}}})
+    assert caught.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="response_format is set, and a grammar of tools too"):
+        ask(CITY, response_format={"type": "json_object"})

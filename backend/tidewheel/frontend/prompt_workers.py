@@ -299,7 +299,8 @@ class JobRunner:
         text = to_text("messages", self.template.render(conversation))
         size, limit = len(text.encode("utf-8")), self._folder.max_prompt_bytes
         check_size("messages, as the chat template writes them,", size, limit, "max_prompt_bytes")
-        grammar = None if conversation.calls is None else self._tool_grammars.grammar(conversation, text)
+        rules, tools = conversation.calls, conversation.tools or []
+        grammar = None if rules is None else self._tool_grammars.grammar(rules, tools, text)
         if not conversation.escapes_special_tokens:
             return Answer(text, grammar=grammar)
         return Answer(text, self._controls.plain_spans(conversation, text, self.template.render), grammar=grammar)

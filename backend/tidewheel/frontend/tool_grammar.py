@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.chat import CallRules, Conversation
+from tidewheel.frontend.chat import CallRules
 from tidewheel.frontend.coercion import show
 from tidewheel.grammar import Grammar, GrammarKind, check_bounds, check_options, read_plainly
 from tidewheel.tool_formats.known_formats import CALL_MARKS, MORE_THOUGHT_MARKS, SILENT_MARKS, format_of, thoughts_of
@@ -44,12 +44,9 @@ class ToolGrammars:
         marks = {*_MARKS, *(self._thoughts or ()), self._format.trigger, self._format.closing}
         self._plain_ids = sorted(tokens[text] for text in {*plain_tokens} - marks)
 
-    def grammar(self, conversation: Conversation, prompt: str) -> Grammar | None:
-        """Return the grammar of the answer to a prompt; None: it is free. Raise `InvalidRequest` or `Unsupported`."""
-        rules = conversation.calls
-        if rules is None:
-            return None
-        functions = {tool["function"]["name"]: tool["function"] for tool in conversation.tools or ()}
+    def grammar(self, rules: CallRules, tools: Iterable[dict[str, Any]], prompt: str) -> Grammar:
+        """Return the grammar of the answer to a prompt. Raise `InvalidRequest` or `Unsupported`."""
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = " or ".join(rules.names)
         place = f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
         lines = [_SETTINGS, *self._calls(rules), *self._start(prompt, must_call=rules.must_call)]

@@ -80,7 +80,6 @@ class BlockWriter(AnswerWriter):
 
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
         super().__init__(request)
-        assert isinstance(request.body, ChatBody)
         self._parser = parser_of(request, reasoning)
         self._has_begun = False
         self.usage = Usage()

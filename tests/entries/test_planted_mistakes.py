@@ -523,10 +523,36 @@ def test_limits_that_exceed_a_device_together(repository: Path, write: WriteEntr
     )
 
 
-def test_engines_that_share_a_gpu(gpu: None, repository: Path, write: WriteEntry) -> None:
-    write("second", CONFIG)
-    found = next(finding for finding in check(repository).findings if finding.rule == "together")
-    assert matches("gpu_memory_utilization of demo, second is 1.8 together", found.message)
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({}, {}, "gpu_memory_utilization of second is 0.9; demo may take 0.9 … no room … device_memory_share"),
+        ({"gpu_memory_utilization": "0.55"}, {"gpu_memory_utilization": "0.55"}, "demo may take 0.55 of the GPU"),
+        ({"gpu_memory_utilization": "0.55"}, {}, ""),  # if loaded in this order
+        ({"device_memory_share": "0.55"}, {"gpu_memory_utilization": "0.55"}, "; shares may take 0.55 of the GPU"),
+        ({"device_memory_share": "0.55"}, {"device_memory_share": "0.4"}, ""),
+    ],
+)
+def test_engines_that_share_a_gpu(
+    gpu: None, repository: Path, write: WriteEntry, first: dict[str, str], second: dict[str, str], words: str
+) -> None:
+    texts = [CONFIG + "".join(setting(*one) for one in settings.items()) for settings in (first, second)]
+    write("second", texts[1])
+    (repository / "demo" / "config.pbtxt").write_text(texts[0])
+    messages = [finding.message for finding in check(repository).findings if finding.rule == "together"]
+    assert len(messages) == bool(words), messages
+    assert all(matches(words, message) for message in messages), messages
+
+
+def test_a_broken_config_json_is_told_once(write: WriteEntry, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for file in WEIGHTS.iterdir():
+        (weights / file.name).symlink_to(file)
+    (weights / "config.json").unlink()
+    (weights / "config.json").write_text("{ broken")
+    (found,) = check(write("demo", CONFIG.replace(str(WEIGHTS), str(weights)))).findings
+    assert matches("config.json is not JSON", found.message)
 
 
 def test_the_folder_one_is_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolv
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, total_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
 from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
-from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
+from tidewheel.runner.profiling import StepSize, estimated_activation_bytes, left_of_utilization
 from tidewheel.settings import GIB, MIB, shown_bytes
 from tidewheel_kernels.kv_cache.codes import head_bytes
 
@@ -41,6 +42,7 @@ class MemoryNeeds(NamedTuple):
     weights: int
     cache: int
     host: int
+    device_bytes: int = 0  # of a GPU
 
     @property
     def of_host(self) -> int:
@@ -70,6 +72,7 @@ class ModelJudge:
         yield from _with_refusal(None, self._find_folder)
         if (folder := self._folder) is None:
             return
+        told: list[Problem] = []
         for file, step in (
             (None, self._find_device),
             (folder / "config.json", partial(self._read_config, folder)),
@@ -78,7 +81,9 @@ class ModelJudge:
             (folder, partial(self._read_defaults, folder)),
             (None, self._judge_memory),
         ):
-            yield from _with_refusal(file, step)
+            new = [problem for problem in _with_refusal(file, step) if problem not in told]
+            told += new  # several steps read `config.json`
+            yield from new
 
     def _find_folder(self) -> Iterator[Problem]:
         config = self._config
@@ -165,6 +170,8 @@ def _needs(plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str, str
         memory += f": room for {size.num_blocks:,} blocks, {size.num_blocks * layout.block_size:,} tokens"
     of_device = ranks if device.type == "cpu" else 1
     needs = MemoryNeeds(device.type, of_device * weights, of_device * cache, ranks * int(config.swap_space * GIB))
+    if device.type == "cuda":
+        needs = needs._replace(device_bytes=torch.cuda.mem_get_info(device)[1])
     _check_host_memory(needs)
     return needs, shortened, memory
 
@@ -239,17 +246,22 @@ def together(engines: Mapping[str, tuple[EngineConfig, MemoryNeeds]]) -> Iterato
             f"{names} together need {shown_bytes(host)} of host memory, and {shown_bytes(available)} are free: "
             "lower kv_cache_memory_mb or swap_space, or serve fewer with --models"
         )
+    total = 0.0
     for device, place in (("cpu", "machine"), ("cuda", "GPU")):
-        parts = {name: _part_of(*one) for name, one in engines.items() if one[1].device == device}
-        bound = sorted(name for name, (_, part) in parts.items() if part)
-        if (total := sum(part for _, part in parts.values())) > 1.0:
-            settings = " and ".join(sorted({parts[name][0] for name in bound}))
-            yield f"{settings} of {', '.join(bound)} is {total:g} together: at most 1 is allowed on one {place}"
-
-
-def _part_of(config: EngineConfig, needs: MemoryNeeds) -> tuple[str, float]:
-    """Return the setting that bounds the engine on its device, and its part of the memory; 0: none."""
-    if config.device_memory_share is not None:
-        return "device_memory_share", config.device_memory_share
-    is_bound = needs.device == "cuda" and config.kv_cache_memory_mb is None
-    return "gpu_memory_utilization", config.gpu_memory_utilization if is_bound else 0.0
+        of_device = {name: config for name, (config, needs) in engines.items() if needs.device == device}
+        shares = {
+            name: config.device_memory_share for name, config in of_device.items() if config.device_memory_share
+        }
+        if (total := sum(shares.values())) > 1.0:
+            names = ", ".join(sorted(shares))
+            yield f"device_memory_share of {names} is {total:g} together: at most 1 is allowed on one {place}"
+    rest = [one for one in of_device.items() if one[1].device_memory_share is None and not one[1].kv_cache_memory_mb]
+    by_size = sorted((config.gpu_memory_utilization, name) for name, config in rest)  # their best order
+    for (taken, holder), (part, name) in itertools.pairwise([(total, "shares"), *by_size] if total else by_size):
+        needs = engines[name][1]
+        taken_bytes = int(taken * needs.device_bytes)
+        if left_of_utilization(part, needs.device_bytes, taken_bytes, needs.weights + needs.cache) < 0:
+            yield (
+                f"gpu_memory_utilization of {name} is {part:g}; {holder} may take {taken:g} of the GPU first: "
+                "that counts and leaves no room; set device_memory_share of each engine"
+            )

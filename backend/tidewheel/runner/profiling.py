@@ -107,5 +107,10 @@ def gpu_budget(config: EngineConfig, needs: Mapping[str, int], device: torch.dev
         f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {others // MIB} of them "
         f"by CUDA itself and other programs, and {needed})"
     )
-    allowed = int(total * fraction) - taken - coming
+    allowed = left_of_utilization(fraction, total, taken, coming)
     return MemoryBudget(allowed, source, "gpu_memory_utilization", total, fraction)
+
+
+def left_of_utilization(fraction: float, total: int, taken: int, coming: int) -> int:
+    """Return the bytes for a cache by `gpu_memory_utilization`, which counts what all programs have taken."""
+    return int(total * fraction) - taken - coming

@@ -108,7 +108,9 @@ class StepPlanner:
 
     def _plan_decodes(self, rows: RowArray, starts: Int32Array) -> None:
         state, plan, columns = self._state, self._plan, self._state.columns
-        rows, starts, num_late = self._most_urgent(rows, starts)
+        num_late = 0
+        if plan.limits.max_decodes is not None and len(rows) > plan.limits.max_decodes:
+            rows, starts, num_late = self._most_urgent(rows, starts, plan.limits.max_decodes)
         full = starts >= columns.num_slots.take(rows)
         if np.count_nonzero(full) > state.kv.num_free_blocks:
             plan.is_scarce = True
@@ -119,14 +121,12 @@ class StepPlanner:
         plan.num_sitting_out = num_late
         plan.set_decodes(rows, starts, rows[full])
 
-    def _most_urgent(self, rows: RowArray, starts: Int32Array) -> tuple[RowArray, Int32Array, int]:
+    def _most_urgent(self, rows: RowArray, starts: Int32Array, most: int) -> tuple[RowArray, Int32Array, int]:
         """Return the rows that decode in the step, their positions, and the number of other rows that need a block.
 
         Only rows with less slack and rows of a better class than all that have a time per output token pass others.
         """
-        most, columns = self._plan.limits.max_decodes, self._state.columns
-        if most is None or len(rows) <= most:
-            return rows, starts, 0
+        columns = self._state.columns
         is_chosen = np.zeros(len(rows), np.bool_)
         is_chosen[columns.next_due(rows).argsort(kind="stable")[:most]] = True
         is_chosen |= columns.classes[rows] < columns.classes[columns.tpots < np.inf].min()

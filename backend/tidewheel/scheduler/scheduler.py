@@ -95,7 +95,7 @@ class Scheduler:
             state.end(request, reason, now)
             state.stats.num_expired += 1
             expired.append(request)
-        return expired + self._refuse_late(now)
+        return expired + self._refuse_late(now) if state.refusals else expired
 
     def _refuse_late(self, now: float) -> list[Request]:
         """End and return waiting requests that ask for a refusal where their first token would be late."""

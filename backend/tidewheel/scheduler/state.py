@@ -145,8 +145,9 @@ class SchedulerState:
             if request.service_class < Priority.LOW and not follows:
                 self.reclassify(request, request.service_class.dropped(), since=now)
                 self.stats.num_downgraded_deadline += 1
-        for _, _, request in self._demotions.pop_due(now):
-            self._demote(request, now)
+        if self._demotions:
+            for _, _, request in self._demotions.pop_due(now):
+                self._demote(request, now)
 
     def _demote(self, request: Request, now: float) -> None:
         """Lower the class of a request that waits and would miss its objective, which counts no more."""

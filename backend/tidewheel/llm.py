@@ -165,6 +165,11 @@ class LLM(AbstractContextManager["LLM"]):
         self._open_core()
         self._scheduler.close_session(tenant, session_id)
 
+    def pause_session(self, session_id: str, tools: Sequence[str], *, tenant: str = "") -> None:
+        """Note that the session's last answer called tools, so that its blocks stay about as long as these run."""
+        self._open_core()
+        self._scheduler.pause_session(tenant, session_id, tools, time.monotonic())
+
     def stats(self) -> EngineStats:
         return self._open_core().stats()
 

@@ -10,7 +10,12 @@ import pytest
 
 from support.simulate.simulation import COST, simulator
 from tidewheel.bench.workloads import parse_workload
+from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.simulate.cost_model import H200_8B
+from tidewheel.simulate.replay import Recording, replay, scheduler_of
+from tidewheel.simulate.scenario import simulated_info, simulator_of
+from tidewheel.simulate.simulator import EngineReplica
 from tidewheel.workload.agents import LONGEST_CALL_S, TOOLS, AgentLoad, agents_trace
 from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import Trace
@@ -109,3 +114,29 @@ def test_the_bench_sends_the_same_turns() -> None:
             assert length == trace.prompt_tokens[index] and turn.num_output_tokens == trace.output_tokens[index]
             assert turn.think_s == pytest.approx(np.nan_to_num(trace.pauses[index]))
             length += turn.num_output_tokens
+
+
+def run_recorded(trace: Trace, folder: Path) -> Recording:
+    config = EngineConfig(
+        model="simulated", block_size=16, num_blocks=40, max_num_seqs=4, swap_space=0.125, record=str(folder)
+    )
+    info = simulated_info(config, H200_8B, max_model_len=256)
+    run = simulator_of(config, info, trace, H200_8B)
+    outcomes = run.run()
+    assert outcomes.finished.all()
+    (replica,) = run.replicas
+    assert isinstance(replica, EngineReplica)
+    replica.scheduler.check_invariants()
+    stats = replica.scheduler.stats()
+    assert stats.num_swapped_in > 0 and stats.num_free_blocks == stats.num_blocks
+    (path,) = folder.iterdir()
+    return Recording(path)
+
+
+def test_a_recording_with_pauses_is_replayed(tmp_path: Path) -> None:
+    trace = agents_trace(
+        AgentLoad(num_agents=12, num_turns=8, token_scale=1 / 128, time_scale=0.02, spread_s=0.1, max_tokens=240)
+    )
+    recording = run_recorded(trace, tmp_path)
+    replayed = replay(recording, scheduler_of(recording.header))
+    assert replayed.difference == "" and replayed.num_requests == len(trace)

@@ -41,10 +41,6 @@ from tidewheel.workload.traces import Trace
 
 RECOMPUTED, TTFT_RATIO = 0.05, 2.0  # goals
 NUM_ALONE = 16  # agents that run alone on the CPU
-COLUMNS = (
-    "arrivals", "prompt_tokens", "output_tokens", "priorities", "tenants", "sessions", "prefix_groups",
-    "prefix_tokens", "deadlines", "encoder_tokens", "buckets", "pauses", "tools",
-)  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -69,7 +65,8 @@ def lone_agents(trace: Trace, count: int) -> Iterator[Trace]:
     """Yield the trace of each of the first agents, without pauses."""
     for agent in range(count):
         own = np.flatnonzero(trace.sessions == agent)
-        columns = {name: getattr(trace, name)[own] for name in COLUMNS}
+        values = {field.name: getattr(trace, field.name) for field in dataclasses.fields(trace)}
+        columns = {name: value[own] for name, value in values.items() if isinstance(value, np.ndarray)}
         columns["pauses"] = np.where(np.isnan(columns["pauses"]), np.nan, 0.0)
         yield dataclasses.replace(trace, **columns)
 

@@ -23,11 +23,10 @@ PROTECT = "from tidewheel.confidential import protect_texts; protect_texts();"
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
-    def allow_core_dumps() -> None:
-        resource.setrlimit(resource.RLIMIT_CORE, (HARD_LIMIT, HARD_LIMIT))
-
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, capture_output=True, timeout=60, preexec_fn=allow_core_dumps)
+    # By a shell: a function that subprocess runs before the program forks this process, in which gRPC has threads.
+    allow_core_dumps = 'ulimit -Sc "$(ulimit -Hc)" && exec "$@"'
+    command = ["sh", "-c", allow_core_dumps, "sh", sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=60)
 
 
 @pytest.mark.skipif(

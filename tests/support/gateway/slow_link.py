@@ -21,6 +21,7 @@ def slow_link(port: int, delay_s: float) -> Iterator[int]:
     """Forward a free port of the loopback, which is yielded, to another; each way takes `delay_s`."""
     loop = asyncio.new_event_loop()
     tasks: set[asyncio.Task[None]] = set()
+    writers: set[asyncio.StreamWriter] = set()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -28,6 +29,7 @@ def slow_link(port: int, delay_s: float) -> Iterator[int]:
         except OSError:
             writer.close()
             return
+        writers.update((writer, far_writer))
         for ends in ((reader, far_writer), (far_reader, writer)):
             task = asyncio.create_task(_carry(*ends, delay_s))
             tasks.add(task)
@@ -38,6 +40,9 @@ def slow_link(port: int, delay_s: float) -> Iterator[int]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)  # the transports close their sockets now
 
     server = loop.run_until_complete(asyncio.start_server(connect, "127.0.0.1", 0))
     thread = threading.Thread(target=loop.run_forever)

@@ -105,6 +105,21 @@ def test_chunks_shrink_while_a_request_with_a_time_per_token_decodes() -> None:
     assert prompt.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("token_s", [0.0, 1e-5])
+def test_all_rows_decode_where_no_step_is_as_short_as_a_time_per_token(token_s: float) -> None:
+    driver = learned_driver(max_num_seqs=40)
+    others = [arrive(driver, f"other{number}", max_tokens=200) for number in range(24)]
+    paced = arrive(driver, "paced", max_tokens=200, objective=objective(tpot_s=0.06))
+    for _ in range(8):
+        driver.step()
+    for _ in range(60):  # steps that take longer than before
+        batch = driver.schedule()
+        assert batch is not None
+        driver.tick = 0.1 + token_s * batch.num_tokens
+        driver.apply()
+    assert not paced.is_demoted and batch.num_decodes == 1 + len(others)
+
+
 def test_without_an_objective_the_rank_is_that_of_the_deadline() -> None:
     for name, policy in POLICIES.items():
         plain, asking = make_request(), make_request(objective=objective(1.0))

@@ -199,7 +199,8 @@ class StepControl:
             budget = min(budget, num_running + fitting)
         self.estimate.step_tokens = config.max_num_batched_tokens
         if state.columns.num_paced and (fitting := self._paced_tokens(now)):
-            max_decodes = min(num_running, max(fitting - _LEAST_CHUNK, _LEAST_CHUNK))
+            if self._paced_time.seconds_per_token:  # else nothing says that fewer rows take less time
+                max_decodes = min(num_running, max(fitting - _LEAST_CHUNK, _LEAST_CHUNK))
             budget = min(budget, max(fitting, max_decodes + _LEAST_CHUNK))
             self.estimate.step_tokens = max(budget - max_decodes, 1)
         budget = max(budget, max_decodes + 1)  # each row decodes, one prompt progresses
@@ -221,14 +222,18 @@ class StepControl:
         )
 
     def _paced_tokens(self, now: float) -> int:
-        """Return the most tokens of a step that keeps the times per output token of decoding rows; 0: any."""
+        """Return the most tokens of a step that keeps the times per output token of decoding rows; 0: any.
+
+        A late row takes less than its time, but not where no step is so short.
+        """
         columns = self._state.columns
         rows = columns.decoding_paced()
         if not len(rows):
             return 0
         tpots = columns.tpots[rows]
-        pace_s = float(np.clip(columns.next_due(rows) - now, _LEAST_PACE * tpots, tpots).min())
-        return max(self._paced_time.most_tokens(pace_s, _PACE_CAUTION), 1)
+        paces_s = np.clip(columns.next_due(rows) - now, _LEAST_PACE * tpots, tpots).min(), tpots.min()
+        fitting = (self._paced_time.most_tokens(float(pace_s), _PACE_CAUTION) for pace_s in paces_s)
+        return next((num_tokens for num_tokens in fitting if num_tokens > 0), 0)
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
         """Update estimates and limits. A step begins when the previous one ends."""

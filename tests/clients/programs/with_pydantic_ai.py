@@ -8,7 +8,6 @@ from pydantic_ai import Agent
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -42,12 +41,10 @@ async def check(model: Model) -> None:
 async def check_all(url: str) -> None:
     openai = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
     anthropic = AnthropicProvider(base_url=url, api_key="none")
-    # `strict` is offered for forced calls alone.
-    profile = OpenAIModelProfile(openai_supports_strict_tool_definition=False)
     for model in (
         AnthropicModel("demo", provider=anthropic),
-        OpenAIResponsesModel("demo", provider=openai, profile=profile),
-        OpenAIChatModel("demo", provider=openai, profile=profile),
+        OpenAIResponsesModel("demo", provider=openai),
+        OpenAIChatModel("demo", provider=openai),
     ):
         await check(model)
 

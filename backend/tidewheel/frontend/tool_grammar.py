@@ -84,7 +84,7 @@ class ToolGrammars:
         whole = f"{begun} thought_to_end {self._literal(self._format.after_thoughts)} answer"
         starts = [whole] if must_call else [whole, f"{begun} thought"]
         if begun:
-            yield from self._answer("first_answer", must_call=must_call, excluded=f"{_SPACES}*{re.escape(begin)}")
+            yield from self._answer("first_answer", must_call=must_call, excluded=f"{_SPACES}*{_pattern(begin)}")
             starts.append("first_answer")
         yield f"start: {' | '.join(starts)}"
 

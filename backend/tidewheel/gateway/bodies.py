@@ -163,10 +163,8 @@ def add_objectives(params: Fields, fields: Fields, headers: Mapping[str, str]) -
     metadata = fields.get("metadata")
     given = metadata if isinstance(metadata, dict) else {}
     for name in _OBJECTIVES:
-        value = given.get(name) or next(
-            (headers[header] for header in _OBJECTIVE_HEADERS.get(name, ()) if header in headers), None
-        )
-        if value is not None:
+        values = (given.get(name), *map(headers.get, _OBJECTIVE_HEADERS.get(name, ())))
+        if (value := next((one for one in values if one is not None), None)) is not None:
             params.setdefault(name, value)
 
 

@@ -61,10 +61,6 @@ class Pause(NamedTuple):
         return self.duration.seconds_left(now - self.began)
 
 
-def hinted(seconds: float) -> Duration:
-    return Duration(math.log(max(seconds, _LEAST_S)), 2 * _LEAST_SPREAD)
-
-
 class ToolDurations:
     """Durations by tenant and tool, learned from the pauses of sessions. An unseen tool has the tenant's mean."""
 

@@ -190,16 +190,16 @@ class AdmissionControl:
         expected = self._queue_seconds(service_class, now) + prefill_s
         if now + expected <= request.arrival_time + objective.ttft_s:
             return ""
-        return self._late_start(request, expected + now - request.arrival_time)
+        return self._late_text(request, expected + now - request.arrival_time)
 
     def late_start(self, request: Request, now: float) -> DeadlineExceeded:
         """Return the error of a request whose prompt, started now, ends after the objective of its first token."""
         assert request.objective is not None
         late_s = max(now - request.latest_start, 0.0)
-        return DeadlineExceeded(self._late_start(request, request.objective.ttft_s + late_s))
+        return DeadlineExceeded(self._late_text(request, request.objective.ttft_s + late_s))
 
     @staticmethod
-    def _late_start(request: Request, expected: float) -> str:
+    def _late_text(request: Request, expected: float) -> str:
         assert request.objective is not None
         return (
             f"the first token is expected {_ms(expected)} ms after the arrival, and ttft_ms is "
@@ -330,13 +330,13 @@ class AdmissionControl:
             )
         if not state.requests:
             return
-        num_ahead = state.waiting.num_tokens_ahead(service_class)
         queue_seconds = self._queue_seconds(service_class, now)
         if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
             return
         num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
         expected = queue_seconds + estimate.prefill_seconds(num_tokens, now)
         if expected > left:
+            num_ahead = state.waiting.num_tokens_ahead(service_class)
             raise DeadlineExceeded(
                 f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
                 f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"

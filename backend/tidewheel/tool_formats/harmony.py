@@ -10,7 +10,7 @@ CHANNEL = "<|channel|>"
 _MESSAGE, _END, _NEXT, _TO = "<|message|>", "<|end|>", "<|start|>assistant", " to=functions."
 _ANALYSIS, _FINAL, _COMMENTARY = (f"{CHANNEL}{name}{_MESSAGE}" for name in ("analysis", "final", "commentary"))
 _CALL = f"{CHANNEL}commentary{_TO}"
-_CALL_MARK = CallMark(re.compile(rf"{NAME}(?:(?!<\|message\|>).)*<\|message\|>\s*(?=\{{)", re.DOTALL))
+_CALL_MARK = CallMark(re.compile(rf"{NAME}(?:(?!<\|message\|>).){{,200}}<\|message\|>\s*(?=\{{)", re.DOTALL))
 _BEFORE = ("", _NEXT, _END + _NEXT)  # a message
 HARMONY = ToolFormat(
     begin=f"{_CALL}NAME <|constrain|>json{_MESSAGE}",

@@ -38,7 +38,7 @@ from tidewheel.sampling import SamplingParams
 from tidewheel_process.handle import ProcessHandle
 
 Connect = Callable[..., Client]
-LASTING = (*COMMAND[:-1], "3600")  # seconds that an engine waits for another front end
+LEAVING = (*COMMAND[:-1], "5")  # seconds without a front end after which the engine ends
 
 
 def expected(*token_ids: int, max_tokens: int = 8) -> list[int]:
@@ -277,7 +277,7 @@ def test_a_silent_front_end_is_dropped(connect: Connect, folder: Path) -> None:
 
 
 def test_engine_ends_after_its_last_front_end(connect: Connect) -> None:
-    first, second = connect(), connect()
+    first, second = connect(command=LEAVING), connect(command=LEAVING)
     status = first.status
     first.close()
     second.add(request(1, 1))
@@ -405,7 +405,7 @@ def abandon(client: Client) -> None:
 
 
 def test_an_engine_left_over_with_other_settings_is_replaced(connect: Connect) -> None:
-    first = connect(command=LASTING)
+    first = connect()
     left_over = first.status
     abandon(first)
     second = connect(config=EngineConfig(model="ok", max_num_seqs=8))
@@ -414,14 +414,14 @@ def test_an_engine_left_over_with_other_settings_is_replaced(connect: Connect) -
 
 
 def test_an_engine_left_over_with_equal_settings_is_joined(connect: Connect) -> None:
-    first = connect(command=LASTING)
+    first = connect()
     abandon(first)
     second = connect()
     assert second.is_owner and second.info.pid == first.info.pid
 
 
 def test_an_engine_ends_at_once_with_the_last_goodbye(connect: Connect) -> None:
-    client = connect(command=LASTING)
+    client = connect()
     status = client.status
     client.close()
     wait_gone(status)

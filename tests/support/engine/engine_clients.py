@@ -23,8 +23,8 @@ from tidewheel_process.restarts import RestartPolicy
 Key = int | tuple[int, int]
 
 LIMIT_S = 90.0
-LINGER_S = 0.6
-COMMAND = (sys.executable, "-P", "-m", "support.engine.faulty_engine", str(LINGER_S))
+# The last argument: seconds without a front end after which an engine ends. A busy machine connects late.
+COMMAND = (sys.executable, "-P", "-m", "support.engine.faulty_engine", "3600")
 CONFIG = EngineConfig(model="ok", max_num_seqs=16)
 
 

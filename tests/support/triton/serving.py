@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,9 @@ REPOSITORY = ROOT / "model_repository"
 WEIGHTS = REPOSITORY / "demo" / "1" / "weights"
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 180.0
+NUM_RESERVED = 64
+
+_reserved: deque[socket.socket] = deque()  # ports of which other processes of tests choose none
 
 
 def free_ports(count: int) -> list[int]:
@@ -47,8 +51,21 @@ def free_ports(count: int) -> list[int]:
             one = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):  # in use
                 one.bind(("127.0.0.1", candidates.pop(0)))
-                found.append(one.getsockname()[1])
+                port = one.getsockname()[1]
+                _reserve(port)
+                found.append(port)
         return found
+
+
+def _reserve(port: int) -> None:
+    """Keep other processes of tests from the port, while this one runs. Raise `OSError` if one has it."""
+    with contextlib.ExitStack() as without_name:
+        name = without_name.enter_context(socket.socket(socket.AF_UNIX))
+        name.bind(f"\0tidewheel-test-port-{port}")
+        without_name.pop_all()
+    _reserved.append(name)
+    if len(_reserved) > NUM_RESERVED:
+        _reserved.popleft().close()
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:

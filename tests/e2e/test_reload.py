@@ -14,11 +14,15 @@ import pytest
 import requests
 import tritonclient.grpc as grpcclient
 
+from support.faults.nothing_lost import run_dir
 from support.faults.slowed import slowed_by
 from support.triton.burst import PROMPTS, Burst, steady_streams
 from support.triton.serving import REPOSITORY, Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel.adapter.stub_process import read_mark
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import ServeError
 from tidewheel.server.workdir import control_of
+from tidewheel_process.handle import start_ticks
 
 pytestmark = pytest.mark.e2e
 
@@ -88,7 +92,17 @@ def engines(server: Server, name: str = "moving") -> set[int]:
 
 
 def front_end(server: Server, name: str) -> psutil.Process:
-    return server.stubs(name)[0]
+    """Return a front end that counts no request as open: the server would start again instead of its model."""
+    found = server.stubs(name)[0]
+
+    def is_idle() -> bool:
+        mark = read_mark(found.pid, start_ticks(found.pid) or 0)
+        return mark is not None and mark.num_open == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_DIR, str(run_dir(server)))
+        wait_for(is_idle, LIMIT_S, "last responses")
+    return found
 
 
 def state_of(server: Server, name: str) -> str | None:

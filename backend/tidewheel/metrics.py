@@ -47,6 +47,7 @@ SLOTS_WASTED = _gauge("tidewheel_kv_slots_wasted", "Slots after the last token o
 HOST_BLOCKS = _gauge("tidewheel_kv_host_blocks", "Blocks of the host tier", "num_host_blocks")
 HOST_BLOCKS_FREE = _gauge("tidewheel_kv_host_blocks_free", "Empty or evictable host blocks", "num_free_host_blocks")
 SESSIONS = _gauge("tidewheel_sessions", "Sessions that are kept", "num_sessions")
+SESSIONS_PAUSED = _gauge("tidewheel_sessions_paused", "Sessions whose tools, or the turn after them, run", "num_paused_sessions")
 SESSION_BLOCKS = _gauge("tidewheel_session_blocks", "Blocks that sessions alone hold", "num_session_blocks")
 BUSY = _gauge("tidewheel_engine_busy_fraction", "Step time over wall time", "busy_fraction")
 TOKEN_BUDGET = _gauge("tidewheel_token_budget", "Tokens that a step may compute now", "token_budget")

@@ -11,6 +11,7 @@ from tidewheel.request import Priority, RequestObjective
 from tidewheel.tenants import MAX_TENANT_CHARS
 
 _option = partial(Parameter, is_tensor=False)
+MAX_CALLED_TOOLS = 64
 MAX_DEADLINE_MS = 30 * 86_400_000.0  # later ones count as this
 
 
@@ -56,6 +57,13 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         float | None, _option("seconds that the session stays; not given: the setting's", above=0)
     ] = None
     close_session: Annotated[bool, _option("end the session, without a prompt")] = False
+    pause_session: Annotated[
+        tuple[str, ...],
+        _option(
+            "tools that run until the session's next turn, without a prompt",
+            max_entries=MAX_CALLED_TOOLS, max_bytes=256, is_printable=True,
+        ),
+    ] = ()  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -71,10 +79,15 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not self.session_id and self.session_ttl_s is not None:
             ttl = f"session_ttl_s is {self.session_ttl_s:.12g}"
             raise InvalidRequest(f"{ttl}, and session_id is not set: set both or none")
-        if not self.session_id and self.close_session:
-            raise InvalidRequest("close_session is true, and session_id is not set: name the session")
+        if not self.session_id and self.session_order:
+            raise InvalidRequest(f"{self.session_order} is set, and session_id is not: name the session")
         if self.session_id and self.n > 1:
             raise InvalidRequest(f"n is {self.n} with a session_id: a session goes on from one sequence")
+
+    @property
+    def session_order(self) -> str:
+        """Return the option that makes this an order about a session, without a prompt; empty if none does."""
+        return "close_session" if self.close_session else "pause_session" if self.pause_session else ""
 
     def deadline_ns(self, arrival_ns: int, timeout_us: int = 0) -> int:
         """Return the earlier of `deadline_ms` and `timeout_us` as a time on the clock of `arrival_ns`; 0: none."""

@@ -149,9 +149,15 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
 
     async def close_session(self, /, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
         """End a session and free its KV blocks. Raise `NotFound` if the server has no such session."""
-        params = {"close_session": True, "session_id": session_id, "tenant": tenant}
-        async with self._start({"text_input": ""}, params, timeout_s) as stream:
-            await stream.read()
+        await self._order_session({"close_session": True, "session_id": session_id, "tenant": tenant}, timeout_s)
+
+    async def pause_session(
+        self, /, session_id: str, tools: Sequence[str], *, tenant: str = "", timeout_s: float | None = None
+    ) -> None:
+        """Say which tools the session's last answer called, so that its KV blocks stay about as long as these run."""
+        await self._order_session(
+            {"pause_session": list(tools), "session_id": session_id, "tenant": tenant}, timeout_s
+        )
 
     @overload
     def map(
@@ -249,6 +255,10 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
             )
         return self._http(self.url, headers)
 
+    async def _order_session(self, params: Mapping[str, object], timeout_s: float | None) -> None:
+        async with self._start({"text_input": ""}, params, timeout_s) as stream:
+            await stream.read()
+
     def _start_whole(self, prompt: str | None = None, **arguments: Any) -> AsyncStream:
         names = ("messages", "input_ids", "timeout_s", "request_id")
         messages, input_ids, timeout_s, request_id = (arguments.pop(name, None) for name in names)
@@ -285,6 +295,10 @@ class AsyncSession(contextlib.AbstractAsyncContextManager["AsyncSession"]):
 
     async def chat(self, /, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
         return await self._client.chat(messages, **self._params, **arguments)
+
+    async def pause(self, /, tools: Sequence[str]) -> None:
+        """Say which tools the last answer called."""
+        await self._client.pause_session(self.session_id, tools, tenant=self._tenant)
 
     async def close(self, /) -> None:
         """End the session. Raise `NotFound` if the server has no such session."""

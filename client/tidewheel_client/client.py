@@ -32,6 +32,7 @@ class Session(Facade[AsyncSession]):
     stream = facing(AsyncSession.stream, Stream)
     generate = blocking(AsyncSession.generate)
     chat = blocking(AsyncSession.chat)
+    pause = blocking(AsyncSession.pause)
     close = blocking(AsyncSession.close)
 
 
@@ -61,6 +62,7 @@ class Client(Facade[AsyncClient]):
     embed = blocking(AsyncClient.embed)
     generate_image = blocking(AsyncClient.generate_image)
     close_session = blocking(AsyncClient.close_session)
+    pause_session = blocking(AsyncClient.pause_session)
     is_ready = blocking(AsyncClient.is_ready)
     wait_ready = blocking(AsyncClient.wait_ready)
     metadata = blocking(AsyncClient.metadata)

@@ -222,6 +222,14 @@ def test_closing_a_session(client: Client, triton: FakeTriton) -> None:
     assert asked.inputs["text_input"] == ""
 
 
+def test_pausing_a_session(client: Client, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: iter([response(asked.message, text_output="", finish_reason="stop")])
+    client.session("s", tenant="acme").pause(["search"])
+    (asked,) = triton.asked
+    assert asked.sampling == {"pause_session": ["search"], "session_id": "s", "tenant": "acme"}
+    assert asked.inputs["text_input"] == ""
+
+
 def _final(asked: Asked, logprobs: object = ()) -> Answer:
     yield response(
         asked.message,

@@ -435,6 +435,33 @@ def test_responses(server: Server, client: openai.OpenAI) -> None:
         client.responses.create(model="demo", input="x", previous_response_id="resp_x")
 
 
+def test_a_session_stays_while_its_tools_run(server: Server, client: openai.OpenAI, grpc_client: Client) -> None:
+    def num_paused(count: int) -> None:
+        wait_for(
+            lambda: server.metric("tidewheel_sessions_paused", model_name="demo") == count, 60, f"{count} pauses"
+        )
+
+    asked: list[Any] = [{"role": "user", "content": "Which city is warmer? " * 20}]
+    tools: Any = [{"type": "function", "function": {key: TOOL[key] for key in ("name", "parameters")}}]
+    session: dict[str, Any] = {"extra_body": {"session_id": "agent", "tenant": "agents"}, "model": "demo"}
+    called = client.chat.completions.create(messages=asked, tools=tools, tool_choice="required", **session)
+    assert called.choices[0].finish_reason == "tool_calls"
+    num_paused(1)
+    (call,) = called.choices[0].message.tool_calls or ()
+    result = {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
+    turns = [*asked, called.choices[0].message.model_dump(exclude_none=True), result]
+    after = client.chat.completions.create(messages=turns, tools=tools, max_tokens=4, **session)
+    assert called.usage is not None and after.usage is not None and after.usage.prompt_tokens_details is not None
+    block_size = 16
+    assert (after.usage.prompt_tokens_details.cached_tokens or 0) > called.usage.prompt_tokens - 2 * block_size
+    num_paused(0)
+    grpc_client.pause_session("agent", ["weather"], tenant="agents")
+    grpc_client.pause_session("another", ["weather"], tenant="agents")  # that is not kept
+    num_paused(1)
+    grpc_client.close_session("agent", tenant="agents")
+    num_paused(0)
+
+
 def test_messages(server: Server, client: openai.OpenAI) -> None:
     def ask(path: str = "", **fields: Any) -> Any:
         body = {"model": "demo", "messages": CHAT, **fields}

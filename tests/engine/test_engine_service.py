@@ -220,6 +220,21 @@ def test_a_session_is_closed_once(connect: Connect) -> None:
     client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 0, "no session")
 
 
+def test_a_session_pauses_while_its_tools_run(connect: Connect) -> None:
+    client = connect()
+    client.add(request(1, *range(2, 30), session_id="s", tenant="acme"))
+    client.recorder.wait_ended(1)
+    for key, tenant in ((2, "acme"), (3, "other")):  # that has no such session
+        client.add(request(key, session_id="s", tenant=tenant, pause_session=("search", "read")))
+    client.recorder.wait_ended(2, 3)
+    assert [client.recorder.endings[key] for key in (2, 3)] == ["stop", "stop"]
+    client.recorder.wait(lambda: client.recorder.stats[-1].num_paused_sessions == 1, "the pause")
+    client.add(request(4, *range(2, 40), session_id="s", tenant="acme"))
+    client.recorder.wait_ended(4)
+    client.recorder.wait(lambda: client.recorder.stats[-1].num_paused_sessions == 0, "no pause")
+    assert client.recorder.stats[-1].num_sessions == 1
+
+
 def test_requests_with_grammars_wait_for_them_alone(connect: Connect, tmp_path: Path) -> None:
     """The fake device follows no grammar; here it is about who waits, and how it ends."""
     write_model_folder(tmp_path)

@@ -245,9 +245,19 @@ def test_a_session_that_is_not_there(harness: FrontendHarness) -> None:
     assert str(sink.error) == "[TW-NOT-FOUND] session 's' of tenant 'acme' is not kept"
 
 
-def test_closing_takes_no_prompt(harness: FrontendHarness) -> None:
-    parameters = {"close_session": True, "session_id": "s"}
-    assert "takes none" in harness.refuse(text="Hello", parameters=parameters)
+@pytest.mark.parametrize("order", [{"close_session": True}, {"pause_session": ["search"]}], ids=str)
+def test_an_order_about_a_session_takes_no_prompt(harness: FrontendHarness, order: dict[str, object]) -> None:
+    assert "takes none" in harness.refuse(text="Hello", parameters={**order, "session_id": "s"})
+
+
+def test_a_session_is_paused_without_a_prompt(harness: FrontendHarness) -> None:
+    sink = harness.submit_at_now(parameters={"pause_session": ["search"], "session_id": "s"}, text="")
+    harness.engine.wait(lambda: bool(harness.engine.closed))
+    (message,) = harness.engine.closed
+    assert message.options == RequestOptions(session_id="s", pause_session=("search",))
+    harness.deliver(message.key, [], "stop", index=WHOLE_REQUEST)
+    sink.wait_end()
+    assert [(chunk.text, chunk.finish_reason) for chunk in sink.chunks] == [("", "stop")]
 
 
 # --- what is built for a request, and when ------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tidewheel.settings import MIB, shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 17
+PROTOCOL = 18
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of all sequences
@@ -55,9 +55,7 @@ class AddRequest(Message, frozen=True):
     sampling: SamplingParams  # without `stop`, `bad_words`, `logit_bias` and `grammar`
     stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    options: RequestOptions = (
-        RequestOptions()
-    )  # `close_session`: a delta of finish_reason "stop", or an error, answers
+    options: RequestOptions = RequestOptions()  # a delta of "stop", or an error, answers a `session_order`
     arrival_ns: int = 0  # monotonic clock
     deadline_ns: int = 0  # 0: none
     soft_deadline_ns: int = 0

@@ -25,6 +25,7 @@ from tidewheel.grammar import TokenGrammar
 from tidewheel.one_shot.remote import RemoteRunner
 from tidewheel.one_shot.shared_tensors import remove_unread, sweep_kept
 from tidewheel.request import FinishReason
+from tidewheel.request_options import RequestOptions
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.tenants import parse_tenants
@@ -267,13 +268,20 @@ class EngineServer:
             if self._is_draining:
                 raise Draining("the server is shutting down")
             grammar = self._grammars.kept.find(message.grammar) if message.grammar else None
-            if message.options.close_session:
-                self._scheduler.close_session(message.options.tenant, message.options.session_id)
+            if message.options.session_order:
+                self._order_session(message.options)
                 self._front_ends.end(front_end, message.key, FinishReason.STOP)
             elif message.grammar and grammar is None:
                 self._grammars.add(front_end, message)
             else:
                 self._add_compiled(front_end, message, grammar)
+
+    def _order_session(self, options: RequestOptions) -> None:
+        if options.close_session:
+            self._scheduler.close_session(options.tenant, options.session_id)
+        else:
+            tools = options.pause_session
+            self._scheduler.pause_session(options.tenant, options.session_id, tools, self._clock())
 
     def _add_compiled(
         self, front_end: FrontEnd, message: messages.AddRequest, grammar: TokenGrammar | TidewheelError | None

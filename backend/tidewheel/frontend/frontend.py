@@ -158,7 +158,7 @@ class Frontend:
             _discard(request)
             return
         try:
-            if not message.options.close_session:
+            if not message.options.session_order:
                 self.gate.claim(message)
             self._engine.add(message)
         except TidewheelError as error:

@@ -156,8 +156,8 @@ class RequestReader(MessageMaker):
         parameters = with_token_biases(request.parameters, self._encode)
         defaults = {} if is_embedding else self._defaults
         sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
-        if options.close_session:
-            return _close_session(key, request, options)
+        if options.session_order:
+            return _session_order(key, request, options)
         name, text, prompt_ids, grammar = self._read_prompt(request, prompt_options, sampling)
         if grammar is not None:
             if sampling.grammar is not None:
@@ -310,7 +310,9 @@ def _check_answer(sampling: SamplingParams, n: int) -> None:
         )
 
 
-def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> PreparedRequest:
+def _session_order(key: int, request: GenerateRequest, options: RequestOptions) -> PreparedRequest:
     if request.text or request.messages is not None or request.input_ids is not None:
-        raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
+        raise InvalidRequest(
+            f"{options.session_order} is set, and there is a prompt: it takes none, or an empty text_input"
+        )
     return PreparedRequest(AddRequest(key, b"", SamplingParams(), options=options))

@@ -8,7 +8,7 @@ import math
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -61,7 +61,7 @@ class Usage:
 class _ChoiceState:
     parser: OutputParser
     text_offset: int = 0  # of the next token
-    num_calls: int = 0
+    called: list[str] = field(default_factory=list)
     has_role: bool = False
 
 
@@ -72,6 +72,7 @@ class AnswerWriter:
 
     def __init__(self, request: UpstreamRequest) -> None:
         self.request = request
+        self.called: list[str] = []  # functions that a complete answer calls
 
     def whole(self, parts: Sequence[tuple[int, Any]]) -> bytes:
         return b"".join(part for _, part in parts)
@@ -155,8 +156,9 @@ class TextWriter(AnswerWriter):
         if of_prompt and self._body.prompt_logprobs is not None and not self._is_chat:
             choice["prompt_logprobs"] = _prompt_logprobs(of_prompt)
         choice |= _finish_reason(part.finish_reason)
-        if choice["finish_reason"] == "stop" and state.num_calls and not state.parser.was_cut:
+        if choice["finish_reason"] == "stop" and state.called and not state.parser.was_cut:
             choice["finish_reason"] = "tool_calls"
+            self.called += state.called
         if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids or ()
         if part.perf is not None and part.perf.weights != "full":
@@ -189,8 +191,8 @@ class TextWriter(AnswerWriter):
             fields["reasoning_content"] = output.reasoning
         calls = []
         for call in output.calls:
-            state.num_calls += bool(call.id)
-            calls.append(self._call(call, state.num_calls - 1))
+            state.called += [call.name] if call.id else []
+            calls.append(self._call(call, len(state.called) - 1))
         return fields | ({"tool_calls": calls} if calls else {})
 
     def _call(self, call: ToolCall, number: int) -> Json:

@@ -150,9 +150,14 @@ class Gateway:
             headers = {"x-request-id": request.request_id} if request.request_id else {}
             async with contextlib.aclosing(self._upstreams.deliver_all(attempts)) as responses:
                 if request.stream:
-                    return await self._stream(http, headers | answers.STREAM_HEADERS, responses, writer)
-                chunks = [(index, chunk) async for index, response in responses for chunk in response]
-            return web.Response(body=writer.whole(chunks), headers=headers | {"Content-Type": writer.content_type})
+                    answer = await self._stream(http, headers | answers.STREAM_HEADERS, responses, writer)
+                else:
+                    chunks = [(index, chunk) async for index, response in responses for chunk in response]
+                    headers["Content-Type"] = writer.content_type
+                    answer = web.Response(body=writer.whole(chunks), headers=headers)
+            if writer.called:
+                self._upstreams.pause_session(attempts[0], writer.called)
+            return answer
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         turn = responses.ResponseTurn(self._responses, http["account"].tenant)

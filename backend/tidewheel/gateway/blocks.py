@@ -84,7 +84,6 @@ class BlockWriter(AnswerWriter):
         self._has_begun = False
         self.usage = Usage()
         self.blocks: list[Block] = []
-        self.has_calls = False
         self.is_cut = False
 
     def whole(self, chunks: IndexedChunks) -> bytes:
@@ -115,9 +114,11 @@ class BlockWriter(AnswerWriter):
             events += self._add("call", calls.pop(0).arguments)
         events += self._add("thoughts", output.reasoning) + self._add("text", output.content)
         for call in calls:
-            self.has_calls = True
+            self.called.append(call.name)
             events += self._open(Block("call", len(self.blocks), name=call.name, call_id=call.id))
             events += self._add("call", call.arguments)
+        if self.is_cut:
+            self.called.clear()
         if chunk.finish_reason is not None and self.blocks:
             events += self.closed(self.blocks[-1])
         return events

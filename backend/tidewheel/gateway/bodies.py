@@ -50,6 +50,7 @@ RefusedFields = Mapping[str, tuple[str, tuple[object, ...]]]
 _REFUSED: RefusedFields = {
     "num_return_sequences": ("set n", (False,)),
     "close_session": ("a session ends by its time (session_ttl_s), or over gRPC", (False,)),
+    "pause_session": ("the gateway sees which tools an answer calls: leave it out", ([],)),
     "functions": ("send tools", ([],)),
     "function_call": ("send tools and tool_choice", ("none", "auto")),
     "store": ("answers are not stored: send false, or leave it out", (False,)),

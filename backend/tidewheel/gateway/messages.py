@@ -188,7 +188,7 @@ class MessageWriter(blocks.BlockWriter):
     def _reason(self) -> str:
         if self._found:
             return "stop_sequence"
-        return "max_tokens" if self.is_cut else "tool_use" if self.has_calls else "end_turn"
+        return "max_tokens" if self.is_cut else "tool_use" if self.called else "end_turn"
 
     def _message(self, content: list[Json], stop_reason: str | None) -> Json:
         num_cached = self.usage.num_cached

@@ -7,6 +7,7 @@ import socket
 import time
 from array import array
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
@@ -41,6 +42,7 @@ class Attempt:
         self.index = index
         self.route = route_request(request, index)
         self.refused: list[Upstream] = []
+        self.upstream: Upstream | None = None  # the last one chosen
         self.num_cached: int | None = None  # tokens of the route, if the server has reported them
         self.queue_s: float | None = None  # likewise
         self.encode(request.params)
@@ -106,6 +108,13 @@ def _bytes(value: object) -> bytes:
         return array("i", value).tobytes()  # type: ignore[call-overload, no-any-return]
     except (TypeError, OverflowError):
         return b""
+
+
+async def _send_order(attempt: Attempt, upstream: Upstream) -> None:
+    with contextlib.suppress(RequestError, TimeoutError):
+        async with asyncio.timeout(PROBE_S), contextlib.aclosing(attempt.send(upstream)) as responses:
+            async for _ in responses:
+                pass
 
 
 class Upstreams:
@@ -213,7 +222,7 @@ class Upstreams:
         A failed server gets no retry; a lost one gets no requests until its next poll.
         """
         while True:
-            upstream = await self._choose(attempt)
+            attempt.upstream = upstream = await self._choose(attempt)
             routed = self._router.chosen(attempt.route, upstream.address.grpc)
             upstream.num_open += 1
             upstream.num_sent += 1
@@ -242,6 +251,15 @@ class Upstreams:
                 raise refusal
             self.num_moved += 1
             attempt.encode(attempt.request.params_left())
+
+    def pause_session(self, attempt: Attempt, called: Iterable[str]) -> None:
+        """Tell the server of an answer, in the background, which tools its session waits for; ignore a failure."""
+        request, upstream = attempt.request, attempt.upstream
+        params = {name: request.params[name] for name in ("session_id", "tenant") if name in request.params}
+        tools = sorted((request.calls.tools or frozenset()).intersection(called))
+        if tools and "session_id" in params and upstream is not None:
+            pause = replace(request, prompts=[{"text_input": ""}], params=params | {"pause_session": tools})
+            self._run(_send_order(Attempt(pause), upstream))
 
     async def _choose(self, attempt: Attempt) -> Upstream:
         while (authority := self._router.choose(attempt.route, self._unfit(attempt))) is None:

@@ -76,6 +76,7 @@ class KVCacheManager:
         stats.num_cached_blocks = self._pool.num_cached
         stats.num_free_host_blocks = self._host.num_free + self._host.num_kept
         stats.num_sessions = len(self.sessions)
+        stats.num_paused_sessions = self.sessions.num_paused
         stats.num_session_blocks = self._pool.num_kept
         return stats
 

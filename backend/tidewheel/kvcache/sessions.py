@@ -96,6 +96,10 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    @property
+    def num_paused(self) -> int:
+        return len(self._paused)
+
     def get(self, tenant: str, session_id: str) -> KVSession | None:
         return self._sessions.get((tenant, session_id))
 

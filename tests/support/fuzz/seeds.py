@@ -205,6 +205,7 @@ SEEDS: dict[str, Sequence[bytes]] = {
             request(2, 5, 6, session_id="s", session_ttl_s=5.0, stop_token_ids=(3,), bad_words_ids=((1, 2),)),
             Ping({"a": 3}), Ping({"a": 3}), Cancel([(1, -1), (1, 1)]),
             request(4, session_id="s", close_session=True),
+            request(5, session_id="s", pause_session=("search",)),
             Hello(PROTOCOL, "again", "", {"model": "m", "max_num_seqs": 4, "debug_invariants": True}, 1),
         ),
         _messages(request(1, 5), Drain(), request(2, 5)),

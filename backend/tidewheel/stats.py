@@ -122,7 +122,7 @@ class EngineStats(msgspec.Struct):
     num_swapped_out: int = 0  # blocks
     num_swapped_in: int = 0  # blocks
     num_sessions: int = 0
-    num_paused_sessions: int = 0  # whose tools, or the turn after them, run
+    num_paused_sessions: int = 0  # whose tools or next turn run
     num_session_blocks: int = 0  # held only by sessions
     num_hit_queries: int = 0  # tokens of rows that enter, also after preemption
     num_device_hits: int = 0

@@ -164,3 +164,57 @@ def test_forks_of_a_conversation_share_its_blocks() -> None:
     turns.end(one, 0)
     turns.end(other, 1)
     assert turns.kv.update_stats().num_session_blocks == 5
+
+
+def share(turns: Turns, tenants: str, tools: str = "") -> list[str]:
+    """Run a session of two blocks for each tenant's letter, which waits for a tool if `tools` has an x there."""
+    store = turns.kv.sessions
+    for number, (tenant, tool) in enumerate(zip(tenants, tools, strict=True)):
+        name = f"s{number}"
+        turns.run(kv_request(name, [100 * number + token for token in range(8)], session_id=name, tenant=tenant))
+        if tool == "x":
+            store.pause(tenant, name, ["x"], 0.0)
+    assert turns.kv.allocate(9, 16)
+    turns.kv.check_invariants()
+    return [session.tenant for session in store._sessions.values()]
+
+
+def test_calls_of_tools_are_no_way_to_more_than_a_share() -> None:
+    """A tenant that says of all its sessions that tools run keeps no more than one that says nothing."""
+    assert share(Turns(make_manager(8)), "aaab", "xxx-") == ["a", "b"]
+    assert share(Turns(make_manager(8)), "abbb", "x---") == ["a", "b"]
+    assert share(Turns(make_manager(8)), "aaaa", "xxx-") == ["a", "a"]
+    heavy = {"a": TenantLimits(weight=4.0), "b": TenantLimits()}
+    assert share(Turns(make_manager(8, tenants=heavy)), "aaab", "xxx-") == ["a", "a"]
+
+
+def test_tenants_without_an_entry_share_one() -> None:
+    limits = {"a": TenantLimits()}
+    assert share(Turns(make_manager(8, tenants=limits)), "apqr", "-xxx").count("a") == 1
+    assert not set(share(Turns(make_manager(8)), "apqr", "-xxx")) & {"a"}
+
+
+def test_of_thousands_of_pauses_the_order_is_made_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that pause, arrive, or come back meanwhile are seen: blocks that count as free are there."""
+    count = 300
+    turns = Turns(make_manager(2 * count))
+    learned(turns.kv, read=0.1, build=60.0)
+    pausing(turns, {f"s{number}": "build" if number % 3 else "read" for number in range(count)})
+    store = turns.kv.sessions
+    made: list[float] = []
+    rank = store._rank
+    monkeypatch.setattr(store, "_rank", lambda: (made.append(store.now), rank())[1])
+    for row in range(50):
+        assert turns.kv.allocate(row, 8)
+        turns.kv.free(row)
+        assert turns.kv.allocate(row, 16)
+    turns.kv.check_invariants()
+    assert len(made) <= 2
+    assert {int(name[1:]) % 3 for name in resident(turns.kv)} == {0, 1, 2}
+    assert len([name for name in resident(turns.kv) if int(name[1:]) % 3 == 0]) == 100
+    for name in list(resident(turns.kv)):  # all of whose turns arrive
+        store.arrive("", name, 0.0)
+    for row in range(50, 50 + turns.kv.num_free_blocks):
+        assert turns.kv.allocate(row, 4)
+    turns.kv.check_invariants()
+    assert resident(turns.kv) == set()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,6 +19,9 @@ from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 FETCHED_BLOCKS = 16  # brought back in one step
 FURTHER = 1.5  # times as far as the session that is brought back: the next turn of one that makes room for it
+FEW = 64  # paused sessions that are ranked whenever one has to leave
+RANKED = 128  # of more, whose order is used for `RANKED_S`
+RANKED_S = 0.25  # 4 ms rank 4,096 sessions
 AT_ONCE = Duration(-7.0, 1.0)  # until a turn that has arrived begins
 
 
@@ -24,6 +29,9 @@ class SessionLimits(NamedTuple):
     max_sessions: int = 4096  # of all tenants
     max_session_blocks: int | None = None
     tenants: Mapping[str, TenantLimits] = MappingProxyType({})
+
+
+Departure = tuple[KVSession, Pause | None]  # with the pause by which it was ranked
 
 
 class TenantSessions(dict[str, KVSession]):
@@ -56,8 +64,9 @@ class SessionStore:
     """Sessions by name, and by tenant in order of use, with the blocks that they keep between turns.
 
     The pool counts the blocks as free. Under pressure the least recently used session moves to the host tier, or
-    ends. Sessions whose tools run follow last: of the tenant with most blocks for its weight, the one whose next turn
-    is expected last. They come back before that turn. Two requests may use a session at once: they share full blocks
+    ends. Sessions whose tools run follow, or leave first if their tenant holds more for its weight: of the tenant
+    with most, the one whose next turn is expected last. They come back before that turn. All tenants without an entry
+    count as one, if any has an entry. Two requests may use a session at once: they share full blocks
     and copy the partial one. Above `max_sessions`, drop the least recently used session of the tenant with most, in
     the account with most.
     """
@@ -79,6 +88,11 @@ class SessionStore:
         # With blocks and without a pause, least recently used first.
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()
         self._paused: dict[SessionName, KVSession] = {}
+        # Paused sessions of each tier, the one that leaves it next last; made at `_ranked_at`.
+        self._leave_pool: list[Departure] = []
+        self._leave_host: list[Departure] = []
+        self._ranked_at = -math.inf
+        self._held: Counter[str] = Counter()  # blocks in the pool, by share
         self._returns = EventHeap[KVSession](lambda event: self._paused.get(event.subject.name) is event.subject)
         self._coming: deque[KVSession] = deque()
         self._tenants: dict[str, TenantSessions] = {}
@@ -144,7 +158,7 @@ class SessionStore:
         self._sessions[session.name] = session
         of_tenant = self._tenants.setdefault(session.tenant, TenantSessions())
         of_tenant[session.session_id] = session
-        of_tenant.num_blocks += len(session.blocks)
+        self._add_blocks(session.tenant, len(session.blocks))
         if session.pause is not None:
             self._paused[session.name] = session
         elif session.blocks:
@@ -194,8 +208,7 @@ class SessionStore:
     def make_host_room(self, num_slots: int, session: KVSession | None = None) -> None:
         """Let go of sessions in the host tier that are expected later than `session`; None: of any that wait."""
         while self._host.num_free < num_slots:
-            waiting = [one for one in self._paused.values() if one is session or self._is_settled(one.host_slots)]
-            last = self._expected_last(waiting)
+            last = self._next_of(self._leave_host, lambda one: one is session or self._is_settled(one.host_slots))
             if last is None or last is session:
                 return
             self._host.release(last.host_slots)
@@ -205,7 +218,7 @@ class SessionStore:
 
     def give_up_blocks(self, session: KVSession, num_kept: int = 0) -> None:
         given = session.blocks[num_kept:]
-        self._tenants[session.tenant].num_blocks -= len(given)
+        self._add_blocks(session.tenant, -len(given))
         session.blocks = session.blocks[:num_kept]
         if not session.blocks:
             self._resident.pop(session.name, None)
@@ -231,6 +244,10 @@ class SessionStore:
             require(count == of_tenant.num_blocks, f"blocks of tenant {tenant!r} are miscounted")
             counted = self._members[account_of(self.limits.tenants, tenant)][tenant]
             require(counted == len(own), f"sessions of {tenant!r} are miscounted")
+        shares = Counter[str]()
+        for tenant, of_tenant in self._tenants.items():
+            shares[self._share_of(tenant)] += of_tenant.num_blocks
+        require(+shares == self._held, "blocks of shares are miscounted")
         totals = {account: members.total() for account, members in self._members.items()}
         require(totals == self._accounts, "accounts are miscounted")
         require(self._accounts.total() == len(self._sessions), "a session belongs to no tenant")
@@ -257,19 +274,61 @@ class SessionStore:
         return KVSession(request.tenant, request.session_id, parent, keys, tail, tail_key, blocks, expires_at)
 
     def _first_to_leave(self) -> KVSession | None:
-        return self.oldest_resident() or self._expected_last(one for one in self._paused.values() if one.blocks)
+        resident, paused = self.oldest_resident(), self._next_of(self._leave_pool, lambda one: bool(one.blocks))
+        if resident is None or paused is None:
+            return resident or paused
+        return paused if self._held_for_weight(paused.tenant) > self._held_for_weight(resident.tenant) else resident
 
-    def _expected_last(self, sessions: Iterable[KVSession]) -> KVSession | None:
-        by_tenant: defaultdict[str, list[KVSession]] = defaultdict(list)
-        for session in sessions:
-            by_tenant[session.tenant].append(session)
+    def _next_of(self, departures: list[Departure], is_candidate: Callable[[KVSession], bool]) -> KVSession | None:
+        """Return the next candidate in order; if there are many paused sessions, the order may be `RANKED_S` old."""
+        is_new = len(self._paused) <= FEW or self.now >= self._ranked_at + RANKED_S
+        if is_new:
+            self._rank()
+        while True:
+            while departures:
+                session, pause = departures[-1]
+                if session.pause is pause and self._paused.get(session.name) is session and is_candidate(session):
+                    return session
+                departures.pop()
+            if is_new:
+                return None
+            self._rank()
+            is_new = True
 
-        def held(tenant: str) -> float:
-            num_held = sum(len(session.blocks) + len(session.host_slots) for session in by_tenant[tenant])
-            return num_held / limits_of(self.limits.tenants, tenant).weight
+    def _rank(self) -> None:
+        """Order paused sessions: next, the one expected last, of the share that then holds most for its weight."""
+        by_share: defaultdict[str, list[KVSession]] = defaultdict(list)
+        for session in self._paused.values():
+            by_share[self._share_of(session.tenant)].append(session)
+        heap: list[tuple[float, str, list[KVSession], float]] = []
+        for share, of_share in by_share.items():
+            weight = limits_of(self.limits.tenants, of_share[0].tenant).weight
+            held = sum(len(session.blocks) + len(session.host_slots) for session in of_share) / weight
+            heap.append((-held, share, heapq.nlargest(RANKED, of_share, self._seconds_left)[::-1], weight))
+        heapq.heapify(heap)
+        order: list[Departure] = []
+        while heap and len(order) < RANKED:
+            held, share, left, weight = heapq.heappop(heap)
+            session = left.pop()
+            order.append((session, session.pause))
+            if left:
+                num_held = len(session.blocks) + len(session.host_slots)
+                heapq.heappush(heap, (held + num_held / weight, share, left, weight))
+        for departures in (self._leave_pool, self._leave_host):
+            departures[:] = order[::-1]
+        self._ranked_at = self.now
 
-        tenant = max(by_tenant, key=held, default="")
-        return max(by_tenant[tenant], key=self._seconds_left, default=None)
+    def _share_of(self, tenant: str) -> str:
+        return account_of(self.limits.tenants, tenant) if self.limits.tenants else tenant
+
+    def _held_for_weight(self, tenant: str) -> float:
+        return self._held[self._share_of(tenant)] / limits_of(self.limits.tenants, tenant).weight
+
+    def _add_blocks(self, tenant: str, change: int) -> None:
+        self._tenants[tenant].num_blocks += change
+        self._held[share := self._share_of(tenant)] += change
+        if not self._held[share]:
+            del self._held[share]
 
     def _seconds_left(self, session: KVSession) -> tuple[bool, float]:
         """Return when the next turn is expected; of one that runs, first that its blocks would not become free."""
@@ -307,7 +366,7 @@ class SessionStore:
             self._transfers.fetch(slots, blocks)
         pool.keep(blocks)
         session.blocks += blocks
-        self._tenants[session.tenant].num_blocks += len(blocks)
+        self._add_blocks(session.tenant, len(blocks))
         return len(session.blocks) < len(session.keys)
 
     def _make_room(self, session: KVSession, num_blocks: int, keep_free: int) -> list[int] | None:

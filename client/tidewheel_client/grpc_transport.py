@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.error_translation import from_rpc, from_text
+from tidewheel_client.errors import ServerUnavailable
 from tidewheel_client.facade import settled
 from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers, is_cancelling
 
@@ -25,6 +26,7 @@ CHANNEL_OPTIONS = (
 )
 # Triton ends the call with a gRPC status in place of bare text.
 WITH_STATUS = ("triton_grpc_error", "true")
+CLOSED = "the connection was closed before the answer came"  # by this program
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
@@ -45,8 +47,10 @@ class GrpcResponses:
             if message is not None and (failure := message.error_message):
                 await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
         except asyncio.CancelledError:
-            if not self._is_cancelled or is_cancelling():
+            if is_cancelling():
                 raise
+            if not self._is_cancelled:
+                raise ServerUnavailable(CLOSED) from None
         except grpc.RpcError as error:
             if not self._is_cancelled:
                 raise from_rpc(error, self._url) from None
@@ -116,6 +120,10 @@ class GrpcTransport:
         try:
             call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._headers)
             return await settled(call)
+        except asyncio.CancelledError:
+            if is_cancelling():
+                raise
+            raise ServerUnavailable(CLOSED) from None
         except grpc.RpcError as error:
             raise from_rpc(error, self._url) from None
 

@@ -13,10 +13,10 @@ import pytest
 
 import tidewheel_client as tc
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, response
-from tidewheel_client import AsyncClient, Chunk, Client
+from tidewheel_client import AsyncClient, Chunk, Client, codec
 from tidewheel_client.async_client import AsyncSession
 from tidewheel_client.client import Session
-from tidewheel_client.grpc_transport import AsyncGrpcResponses
+from tidewheel_client.grpc_transport import AsyncGrpcResponses, AsyncGrpcTransport
 
 Test = Callable[[AsyncClient], Coroutine[Any, Any, None]]
 
@@ -202,6 +202,35 @@ def test_a_task_that_is_cancelled_cancels_its_request(triton: FakeTriton) -> Non
 
     run(triton, test)
     release.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_closing_the_connection_ends_its_requests(triton: FakeTriton, stream: bool) -> None:
+    release, has_begun = threading.Event(), threading.Event()
+
+    def answer(asked: Asked) -> Answer:
+        has_begun.set()
+        yield from hold(release)(asked)
+
+    async def test() -> None:
+        transport = AsyncGrpcTransport(f"127.0.0.1:{triton.port}")
+        message = codec.encode(tc.Ask(model="demo", request_id="1", prompt={"text_input": "x"}, params={}))
+        responses = transport.send(message) if stream else None
+        reading = asyncio.create_task(responses.receive() if responses else transport.call("ModelInfer", message))
+        await asyncio.to_thread(has_begun.wait, 30)
+        if responses:
+            await reading
+            reading = asyncio.create_task(responses.receive())
+            await asyncio.sleep(0)
+        await transport.close()
+        with pytest.raises(tc.ServerUnavailable, match="connection was closed"):
+            await reading
+
+    triton.answer = answer
+    try:
+        asyncio.run(test())
+    finally:
+        release.set()
 
 
 def test_time_limit(triton: FakeTriton) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tidewheel.fleet.tiers import ReplicaTerms
 from tidewheel.gateway.gateway_options import Address
 from tidewheel_client import Health
-from tidewheel_client.errors import RequestError
+from tidewheel_client.errors import RequestError, RequestTimeout
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 
 Task = Literal["generate", "draw", "embed", "rerank"]
@@ -29,7 +30,11 @@ _STREAMED = ("generate", "draw")  # by decoupled models
 LOOK_S = 0.5
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
+SILENCE_S = 1.5  # of a server, after `PROBE_S`
+LATE_S = 0.2  # that this process may be late itself, else the silence proves nothing
 NUM_ROUND_TRIPS = 20  # whose least counts: others waited for a processor
+
+logger = logging.getLogger(__name__)
 
 
 class Upstream:
@@ -39,15 +44,19 @@ class Upstream:
         self.name = name
         self.num_open = 0  # requests
         self.num_sent = 0
+        self.num_responses = 0  # also parts of one
         self.not_ready = "it was not asked yet"  # reason; empty: ready
         self.models: Mapping[str, Task] = {}  # what each does
         self._round_trips = deque[float](maxlen=NUM_ROUND_TRIPS)
         self._tasks: dict[str, Task | None] = {}  # None: a model that the gateway does not serve
-        self.triton = AsyncGrpcTransport(address.grpc)
-        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
+        self._connect()
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = -FRESH_S
         self._watching = asyncio.create_task(self._watch())
+
+    def _connect(self) -> None:
+        self.triton = AsyncGrpcTransport(self.address.grpc)
+        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
 
     @property
     def terms(self) -> ReplicaTerms:
@@ -61,7 +70,6 @@ class Upstream:
         await self.http.close()
 
     async def close_when_idle(self) -> None:
-        self._watching.cancel()
         try:
             while self.num_open:
                 await asyncio.sleep(LOOK_S)
@@ -87,6 +95,7 @@ class Upstream:
                     await self.look()
 
     async def _look(self) -> None:
+        began, num_responses = time.monotonic(), self.num_responses
         try:
             reason = await self._find_reason()
             if not reason:
@@ -97,6 +106,32 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
             self.not_ready = f"its readiness cannot be asked at {self.address.health}: {error}"
         self._looked_at = time.monotonic()
+        # Not at every failure: calls to a server that starts delay its connection.
+        may_be_silent = self.num_open > 0 or self._looked_at - began > SILENCE_S
+        if self.not_ready and may_be_silent and await self._is_silent(began) and self.num_responses == num_responses:
+            await self._reconnect()
+
+    async def _is_silent(self, since: float) -> bool:
+        """Return whether another call has no answer either, which Triton gives in any state."""
+        began = time.monotonic()
+        limit_s = max(since + PROBE_S - began, 0.0) + SILENCE_S
+        try:
+            await self.triton.call("ServerLive", pb.ServerLiveRequest(), limit_s)
+        except RequestTimeout:
+            return time.monotonic() - began < limit_s + LATE_S
+        except RequestError:  # an answer, or a lost connection, which ends its requests
+            pass
+        return False
+
+    async def _reconnect(self) -> None:
+        """Close the connections. Their requests end as with a lost server, and later answers to them are dropped."""
+        self.not_ready = f"{self.address.grpc} does not answer"
+        if self.num_open:
+            logger.warning("%s: its %d requests end", self.not_ready, self.num_open)
+        old = self.triton, self.http
+        self._connect()
+        for connection in old:
+            await connection.close()
 
     async def _find_reason(self) -> str:
         """Return why the server is not ready; empty if ready. Triton's own readiness misses dead and hung engines."""

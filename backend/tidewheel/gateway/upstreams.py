@@ -229,6 +229,7 @@ class Upstreams:
             try:
                 async with contextlib.aclosing(attempt.send(upstream)) as responses:
                     async for response in responses:
+                        upstream.num_responses += 1
                         if not routed.has_started:
                             routed.waited_s = attempt.queue_s
                             self._router.started(routed)

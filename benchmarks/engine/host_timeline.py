@@ -169,8 +169,8 @@ class Engine:
 
     def _measure(self, server: EngineServer) -> None:
         parts, core, runner = self.parts, server._core, self.runner
-        core._receive = parts.wrapped(core._receive, "receive")
-        core._deliver = parts.wrapped(core._deliver, "deliver")
+        core.receive = parts.wrapped(core.receive, "receive")
+        core.deliver = parts.wrapped(core.deliver, "deliver")
         core.step = parts.wrapped(core.step, "loop")
         parts.wrap(self.scheduler, "expire schedule", "schedule")
         parts.wrap(self.scheduler, "apply", "apply")

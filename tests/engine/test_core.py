@@ -63,7 +63,7 @@ def test_each_step_is_announced_with_its_predicted_time() -> None:
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 def test_steps_run_by_turns_and_end_before_the_device_is_given_back(max_inflight_steps: int) -> None:
     harness = CoreHarness(max_inflight_steps=max_inflight_steps)
-    arbiter = harness.core._arbiter = ScriptedArbiter("yynyyynnyyyyyy", harness.runner)
+    arbiter = harness.core.arbiter = ScriptedArbiter("yynyyynnyyyyyy", harness.runner)
     harness.add(make_request("a", 4, max_tokens=5))
     worked = [harness.core.step() for _ in range(12)]
     assert harness.ended == {"a": FinishReason.LENGTH} and not all(worked[:8])

@@ -141,7 +141,7 @@ def test_a_larger_request_still_runs_after_the_limit_was_lowered(make: Callable[
 
 def test_batches_are_cut_to_a_slice_by_measured_time(make: Callable[..., Engine], tmp_path: Path) -> None:
     engine = make(record=str(tmp_path))
-    device = engine.core._arbiter = SharedDevice()
+    device = engine.core.arbiter = SharedDevice()
     engine.adapter.run = engine.timed(engine.adapter.run, 0.006)  # type: ignore[method-assign]
     for number in range(9):
         engine.add(str(number), 4.0)

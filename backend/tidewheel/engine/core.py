@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -51,6 +51,7 @@ class _Failure(NamedTuple):
         raise self.error
 
 
+@dataclass(eq=False)
 class EngineCore:
     """Loop that schedules steps and runs them, on one thread.
 
@@ -59,101 +60,91 @@ class EngineCore:
     request's end once; it may call `cancel`.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        deliver: Deliver,
-        *,
-        receive: Callable[[], None] = lambda: None,
-        beat: Callable[[float], None] = lambda _: None,
-        first_step_s: float = 0.0,
-        arbiter: UnsharedDevice | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Before each launch, call `beat` with the seconds to its next call: a prediction, or `first_step_s`."""
-        self._scheduler = scheduler
-        self._runner = runner
-        self._deliver = deliver
-        self._receive = receive
-        self._beat = beat
-        self._first_step_s = first_step_s
-        self._arbiter = arbiter or UnsharedDevice()
+    scheduler: Scheduler
+    runner: Runner
+    deliver: Deliver
+    _: KW_ONLY
+    receive: Callable[[], None] = lambda: None
+    beat: Callable[[float], None] = lambda _: None  # called before each launch with the seconds to its next call
+    first_step_s: float = 0.0  # what `beat` gets while step times cannot be predicted
+    arbiter: UnsharedDevice = field(default_factory=UnsharedDevice)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._expected_s = 0.0
-        self._clock = clock
         self._in_flight: deque[_StepInFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row of the newest batch
         self._step_seconds = 0.0
-        self._last_end = clock()
-        self._last_stats = (clock(), 0.0)
+        self._last_end = self.clock()
+        self._last_stats = (self.clock(), 0.0)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._in_flight) or self._scheduler.has_unfinished
+        return bool(self._in_flight) or self.scheduler.has_unfinished
 
     def add_group(self, requests: Sequence[Request]) -> None:
         """Add all sequences of one prompt, or none."""
-        self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
+        self._deliver_ended(self.scheduler.add_group(requests, self.clock()))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request in any state; ignore unknown ids."""
-        request = self._scheduler.cancel(request_id, reason)
+        request = self.scheduler.cancel(request_id, reason)
         if request is not None:
             self._deliver_ended([request])
 
     def finish(self, request_id: str, error: TidewheelError | None) -> None:
         """End a request that ran elsewhere; ignore unknown ids."""
         reason = FinishReason.LENGTH if error is None else FinishReason.ERROR
-        request = self._scheduler.cancel(request_id, reason, error)
+        request = self.scheduler.cancel(request_id, reason, error)
         if request is not None:
-            request.first_token_time = self._clock()
-            self._deliver(StepOutputs([request], np.zeros(1, np.int32), None, [request]))
+            request.first_token_time = self.clock()
+            self.deliver(StepOutputs([request], np.zeros(1, np.int32), None, [request]))
 
     def fail_all(self, error: TidewheelError) -> None:
         self._in_flight.clear()
-        self._deliver_ended(self._scheduler.fail_all(error))
+        self._deliver_ended(self.scheduler.fail_all(error))
 
     def step(self) -> bool:
         """Run a step. Return False if there was nothing to do, or another engine has its turn on the device."""
-        self._receive()
-        now = self._clock()
-        self._deliver_ended(self._scheduler.expire(now))
-        has_turn, batch = self._arbiter.take(self._scheduler.best_class), None
-        if has_turn and (batch := self._scheduler.schedule(now, self._arbiter.slice_s)) is not None:
+        self.receive()
+        now = self.clock()
+        self._deliver_ended(self.scheduler.expire(now))
+        has_turn, batch = self.arbiter.take(self.scheduler.best_class), None
+        if has_turn and (batch := self.scheduler.schedule(now, self.arbiter.slice_s)) is not None:
             self._launch(batch, now)
         worked = batch is not None
         for _ in range(self._num_to_complete(batch) if self._in_flight else 0):
             self._complete()
             worked = True
         if not self._in_flight:
-            self._arbiter.give_back(ran=worked)
+            self.arbiter.give_back(ran=worked)
         return worked
 
     def stats(self) -> EngineStats:
         """Return a snapshot; `busy_fraction` counts since the last snapshot."""
-        now = self._clock()
+        now = self.clock()
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)
-        stats = self._scheduler.stats()
-        stats.step_seconds, stats.turn_wait_seconds = self._step_seconds, self._arbiter.waited_s
-        stats.oldest_wait_by_class = self._scheduler.oldest_waits(now)
+        stats = self.scheduler.stats()
+        stats.step_seconds, stats.turn_wait_seconds = self._step_seconds, self.arbiter.waited_s
+        stats.oldest_wait_by_class = self.scheduler.oldest_waits(now)
         stats.busy_fraction = min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9))
         return stats
 
     def _launch(self, batch: ScheduledBatch, now: float) -> None:
         before = self._expected_s
-        predicted = self._scheduler.step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
-        self._expected_s = self._first_step_s if predicted is None else predicted
-        self._beat(before + self._expected_s)
+        predicted = self.scheduler.step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
+        self._expected_s = self.first_step_s if predicted is None else predicted
+        self.beat(before + self._expected_s)
         for new in batch.new_rows:
             self._request_ids[new.row] = new.request.request_id
-        self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self._runner.launch(batch)), now))
+        self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self.runner.launch(batch)), now))
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
         """Return how many steps to wait for. After a failed launch, all: a further step would read its tokens."""
         if isinstance(self._in_flight[-1].pending, _Failure):
             return len(self._in_flight)
-        is_due = batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps
+        is_due = batch is None or len(self._in_flight) == self.scheduler.max_inflight_steps
         return int(is_due if (is_done := self._in_flight[0].pending.is_done) is None else is_done)
 
     def _complete(self) -> None:
@@ -161,9 +152,9 @@ class EngineCore:
         result = _attempt(pending.wait)
         del pending  # a retry needs its room
         tokens = self._recover(batch, result.error) if isinstance(result, _Failure) else result
-        self._receive()
-        self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
-        end = self._clock()
+        self.receive()
+        self.deliver(self.scheduler.apply(batch, tokens, self.clock()))
+        end = self.clock()
         # Of two steps in flight, the second begins when the first ends.
         self._step_seconds += end - max(scheduled_at, self._last_end)
         self._last_end = end
@@ -191,7 +182,7 @@ class EngineCore:
             self._give_up(int(batch.rows[culprit]), error)
             if not keep.any():
                 return _no_tokens(batch)
-            result = _attempt(lambda: self._runner.launch(_only(batch, keep)).wait())
+            result = _attempt(lambda: self.runner.launch(_only(batch, keep)).wait())
             if not isinstance(result, _Failure):
                 return _spread(batch, keep, result)
             error = result.error
@@ -199,7 +190,7 @@ class EngineCore:
 
     def _give_up(self, row: int, error: Exception) -> None:
         log.error("a request is given up: %s", error, exc_info=error)
-        request = self._scheduler.cancel(self._request_ids[row], FinishReason.ERROR)
+        request = self.scheduler.cancel(self._request_ids[row], FinishReason.ERROR)
         if request is not None:
             request.error = InternalError(
                 "the sampling of this request failed; the server's log says why"
@@ -211,7 +202,7 @@ class EngineCore:
 
     def _deliver_ended(self, requests: list[Request]) -> None:
         if requests:
-            self._deliver(StepOutputs([], no_ids(), None, requests))
+            self.deliver(StepOutputs([], no_ids(), None, requests))
 
 
 def _attempt(work: Callable[[], T]) -> T | _Failure:
@@ -235,7 +226,7 @@ def _no_tokens(batch: ScheduledBatch) -> SampledTokens:
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
     """Return a batch of some rows, without block copies: the blocks may hold other data by now."""
     dropped = set(batch.rows[~keep].tolist())
-    return dataclasses.replace(
+    return replace(
         batch,
         new_rows=tuple(new for new in batch.new_rows if new.row not in dropped),
         rows=batch.rows[keep],

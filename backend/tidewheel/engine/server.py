@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -38,62 +39,54 @@ RECEIVE_S = 0.002
 FIRST_STEPS = 20  # of unknown length, in a load
 
 
+@dataclass(eq=False)
 class EngineServer:
     """Engine's step loop with a bound ROUTER socket. A malformed message affects only its sender."""
 
     linger_s = 10.0  # without a front end
 
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        scheduler: Scheduler,
-        runner: Runner,
-        info: messages.EngineInfo,
-        *,
-        config: EngineConfig,
-        identity: str = "",
-        note: Callable[..., None] = lambda **_: None,
-        beat: Callable[[float | None, int], None] = lambda _, __: None,
-        arbiter: UnsharedDevice | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._socket = socket
-        self._info = info
-        self._config = config
-        self._started = config
-        self._identity = identity
+    socket: zmq.Socket[bytes]
+    scheduler: Scheduler
+    runner: InitVar[Runner]
+    info: messages.EngineInfo
+    _: KW_ONLY
+    config: EngineConfig  # which a front end may replace
+    identity: str = ""
+    note: Callable[..., None] = lambda **_: None  # changes the engine's status
+    beat: Callable[[float | None, int], None] = lambda _, __: None
+    arbiter: UnsharedDevice = field(default_factory=UnsharedDevice)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, runner: Runner) -> None:
+        self._started = self.config
         self._read_ns = 0
-        self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
-        self._note = note
-        self._write_beat = beat
-        self._arbiter = arbiter or UnsharedDevice()
-        self._clock = clock
-        self._listened = ListeningClock(clock)
-        self._front_ends = FrontEnds(socket)
+        self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
+        self._listened = ListeningClock(self.clock)
+        self._front_ends = FrontEnds(self.socket)
         if isinstance(runner, RemoteRunner):
             runner.run = self._front_ends.run
-        self._scheduler = scheduler
         self._core = EngineCore(
-            scheduler,
+            self.scheduler,
             runner,
             self._front_ends.deliver,
             receive=self._receive,
             beat=self._beat,
-            first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
-            arbiter=self._arbiter,
-            clock=clock,
+            first_step_s=self.config.engine_start_timeout_s / FIRST_STEPS,
+            arbiter=self.arbiter,
+            clock=self.clock,
         )
-        self._grammars = GrammarQueue(GrammarCompiler(Path(config.tokenizer or info.model), info.vocab_size))
+        folder = Path(self.config.tokenizer or self.info.model)
+        self._grammars = GrammarQueue(GrammarCompiler(folder, self.info.vocab_size))
         self._is_draining = False
         self._next_stats = 0.0
-        self._alone_since = clock()
+        self._alone_since = self.clock()
 
     def serve(self, must_stop: Callable[[], str]) -> str:
         """Serve until `must_stop` gives a reason, or `linger_s` without a front end. Return the reason."""
         while True:
             worked = self._core.step()
-            self._front_ends.send_room(self._scheduler.admission.waiting_room(self._clock()))
-            if worked and not self._core.has_unfinished and self._info.signature is None:
+            self._front_ends.send_room(self.scheduler.admission.waiting_room(self.clock()))
+            if worked and not self._core.has_unfinished and self.info.signature is None:
                 self._front_ends.broadcast(self._figures())  # before the last answer, so that its client sees them
             self._front_ends.flush()
             reason = self._maintain(must_stop)
@@ -108,17 +101,17 @@ class EngineServer:
         self._front_ends.broadcast(messages.Disconnection(messages.ErrorInfo.of(error)))
 
     def _beat(self, expected_s: float | None) -> None:
-        self._write_beat(expected_s, len(self._front_ends))
+        self.beat(expected_s, len(self._front_ends))
 
     def _wait(self) -> None:
         self._beat(None)
-        if self._config.debug_invariants:
-            self._scheduler.check_invariants()
-        is_busy = self._scheduler.num_waiting > 0 if self._config.is_remote else self._core.has_unfinished
-        self._arbiter.wait(self._socket, 1 if is_busy or self._grammars.num_waiting else IDLE_POLL_MS)
+        if self.config.debug_invariants:
+            self.scheduler.check_invariants()
+        is_busy = self.scheduler.num_waiting > 0 if self.config.is_remote else self._core.has_unfinished
+        self.arbiter.wait(self.socket, 1 if is_busy or self._grammars.num_waiting else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
-        now, listened = self._clock(), self._listened()
+        now, listened = self.clock(), self._listened()
         if now < self._next_stats:
             return ""
         self._next_stats = now + STATS_INTERVAL_S
@@ -153,12 +146,12 @@ class EngineServer:
     def _receive(self) -> None:
         for front_end, message, grammar in self._grammars.take_compiled():
             self._add_compiled(front_end, message, grammar)
-        until = self._clock() + RECEIVE_S
+        until = self.clock() + RECEIVE_S
         is_first = True
-        while is_first or self._clock() < until:
+        while is_first or self.clock() < until:
             is_first = False
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(parts) != 2:
@@ -199,7 +192,7 @@ class EngineServer:
             case messages.Cancel():
                 self._cancel(front_end, message)
             case messages.Ping():
-                self._scheduler.admission.observe_refused(message.refused)
+                self.scheduler.admission.observe_refused(message.refused)
             case messages.Goodbye():
                 self._drop(front_end, "leaves")
                 if not self._front_ends:
@@ -211,7 +204,7 @@ class EngineServer:
             failure = (
                 f"the engine speaks protocol {messages.PROTOCOL}, the front end {hello.protocol}: restart the server"
             )
-        elif hello.identity not in ("", self._identity):
+        elif hello.identity not in ("", self.identity):
             failure = "the engine of this model was started with other settings or files: load the model again"
         else:
             failure = self._take_settings(hello)
@@ -220,7 +213,7 @@ class EngineServer:
         else:
             self._front_ends.admit(identity, hello.client, self._listened())
             log.info("front end %s joins", hello.client)
-            self._front_ends.send(identity, messages.EngineReady(self._info))
+            self._front_ends.send(identity, messages.EngineReady(self.info))
 
     def _take_settings(self, hello: messages.Hello) -> str:
         if hello.read_ns <= self._read_ns:
@@ -228,33 +221,33 @@ class EngineServer:
         try:
             config = EngineConfig.from_settings(hello.settings)
             if not self._started.can_become(config):
-                raise ConfigError(f"the engine cannot take {describe_changes(self._config, config)} while it runs")
-            if config != self._config:
-                self._scheduler.reconfigure(scheduler_config(config, self._info), session_limits(config))
-                log.info("takes other settings: %s", describe_changes(self._config, config))
+                raise ConfigError(f"the engine cannot take {describe_changes(self.config, config)} while it runs")
+            if config != self.config:
+                self.scheduler.reconfigure(scheduler_config(config, self.info), session_limits(config))
+                log.info("takes other settings: %s", describe_changes(self.config, config))
         except ConfigError as error:
             return str(error)
-        self._config, self._read_ns = config, hello.read_ns
+        self.config, self._read_ns = config, hello.read_ns
         tenants = parse_tenants(config.tenants)
-        self._info = msgspec.structs.replace(self._info, tenants=tenants, max_logprobs=config.max_logprobs)
-        self._note(settings=config.to_settings(), read_ns=hello.read_ns, info=self._info)
+        self.info = msgspec.structs.replace(self.info, tenants=tenants, max_logprobs=config.max_logprobs)
+        self.note(settings=config.to_settings(), read_ns=hello.read_ns, info=self.info)
         return ""
 
     def _drain(self, identity: bytes) -> None:
         if not self._is_draining:
             log.info("draining: new requests are refused")
             self._is_draining = True
-            self._note(is_draining=True)
+            self.note(is_draining=True)
             self._front_ends.broadcast(messages.Drain())
         self._front_ends.send(identity, self._figures())
 
     def _list_requests(self, identity: bytes, message: messages.ListRequests) -> None:
-        unfinished = self._scheduler.unfinished()
-        rows = self._front_ends.list_requests(unfinished, self._clock(), message.limit)
-        self._front_ends.send(identity, messages.RequestList(self._info.pid, rows, len(unfinished)))
+        unfinished = self.scheduler.unfinished()
+        rows = self._front_ends.list_requests(unfinished, self.clock(), message.limit)
+        self._front_ends.send(identity, messages.RequestList(self.info.pid, rows, len(unfinished)))
 
     def _cancel_request(self, identity: bytes, message: messages.CancelRequest) -> None:
-        is_meant = message.pid == self._info.pid
+        is_meant = message.pid == self.info.pid
         leaving = self._front_ends.siblings(str(message.number)) if is_meant else []
         if leaving:
             log.info("request %d is cancelled by an operator", message.number)
@@ -278,10 +271,10 @@ class EngineServer:
 
     def _order_session(self, options: RequestOptions) -> None:
         if options.close_session:
-            self._scheduler.close_session(options.tenant, options.session_id)
+            self.scheduler.close_session(options.tenant, options.session_id)
         else:
             tools = options.pause_session
-            self._scheduler.pause_session(options.tenant, options.session_id, tools, self._clock())
+            self.scheduler.pause_session(options.tenant, options.session_id, tools, self.clock())
 
     def _add_compiled(
         self, front_end: FrontEnd, message: messages.AddRequest, grammar: TokenGrammar | TidewheelError | None
@@ -291,9 +284,9 @@ class EngineServer:
                 raise grammar
             request_ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
             try:
-                seed, now = self._seeds.getrandbits(64), self._clock()
+                seed, now = self._seeds.getrandbits(64), self.clock()
                 requests = to_requests(
-                    message, self._info, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
+                    message, self.info, self.config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
                 )
                 self._core.add_group(requests)
             except Exception as error:

@@ -101,7 +101,7 @@ def _run(server: EngineServer, scheduler: Scheduler) -> None:
     def keep_house(_: object) -> str:
         assert next(turns) < MAX_TURNS, "the engine does not come to an end"
         server._front_ends.broadcast(server._figures())
-        return "" if server._socket.arriving or server._core.has_unfinished else "all is done"
+        return "" if server.socket.arriving or server._core.has_unfinished else "all is done"
 
     server._maintain = keep_house  # type: ignore[method-assign]
     assert server.serve(lambda: "")

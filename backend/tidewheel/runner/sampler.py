@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,27 +132,23 @@ def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan
     return sums.index_add_(0, owners, states.float())
 
 
+@dataclass(eq=False)
 class PendingStep:
     """Launched step. Copies to the host are queued at launch: the next step may overwrite its tensors."""
 
     is_done = None
 
-    def __init__(
-        self,
-        batch: ScheduledBatch,
-        plan: SamplingPlan,
-        sampled: SamplerOutput,
-        accelerator: CudaAccelerator | None,
-        launch: Launch,
-    ) -> None:
-        self._batch = batch
-        self._plan = plan
-        self._sampled = sampled
-        self._launch = launch
+    batch: ScheduledBatch
+    plan: SamplingPlan
+    sampled: SamplerOutput
+    accelerator: InitVar[CudaAccelerator | None]
+    launch: Launch
+
+    def __post_init__(self, accelerator: CudaAccelerator | None) -> None:
         self._result: SampledTokens | None = None
         self._copied: torch.cuda.Event | None = None
-        if accelerator is not None and any(output is not None for output in sampled):
-            self._sampled = _host_copies(sampled, accelerator)
+        if accelerator is not None and any(output is not None for output in self.sampled):
+            self.sampled = _host_copies(self.sampled, accelerator)
             self._copied = accelerator.event()
             self._copied.record()
 
@@ -163,7 +160,7 @@ class PendingStep:
         return self._result
 
     def _collected(self) -> SampledTokens:
-        batch, plan, sampled = self._batch, self._plan, self._sampled
+        batch, plan, sampled = self.batch, self.plan, self.sampled
         token_ids = np.full(len(batch.rows), SampledTokens.NOT_SAMPLED, dtype=np.int32)
         logprobs = prompt_logprobs = pooled = None
         if sampled.token_ids is not None:
@@ -180,7 +177,7 @@ class PendingStep:
             prompt_logprobs = {index: list(itertools.islice(scored, count)) for index, count in counts}
         if sampled.pooled is not None and plan.pooling is not None:
             pooled = dict(zip(plan.pooling.batch_indices.tolist(), sampled.pooled.numpy(), strict=True))
-        return SampledTokens(batch.step_id, token_ids, logprobs, prompt_logprobs, pooled, self._launch)
+        return SampledTokens(batch.step_id, token_ids, logprobs, prompt_logprobs, pooled, self.launch)
 
 
 def _host_copies(outputs: Any, accelerator: CudaAccelerator) -> Any:

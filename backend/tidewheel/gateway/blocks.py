@@ -15,7 +15,7 @@ from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
 
 # Fields of chats that these APIs take too, and fields of chats alone.
-_SHARED = frozenset({"priority", "tenant", "session_id", "request_id"})
+_SHARED = frozenset({"priority", "tenant", "session_id", "request_id", "nvext"})
 _OF_CHATS = frozenset({*ChatBody.__struct_fields__, "response_format"}) - _SHARED
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 

@@ -13,6 +13,7 @@ import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
 from tidewheel.gateway.output_parser import ExpectedCalls, allowed_tools, forced_functions, functions_of
+from tidewheel.request import Priority
 from tidewheel.request_options import to_priority
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import DeadlineExceeded, InvalidRequest, Unsupported
@@ -76,6 +77,26 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False  # in every chunk, as in vLLM
 
 
+class AgentHints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hints of NVIDIA Dynamo. `osl` has no effect: lengths are predicted from earlier answers."""
+
+    priority: int = 0  # higher ones are more urgent
+    osl: int | None = None
+    speculative_prefill: bool = False
+
+
+class DynamoExtensions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    agent_hints: AgentHints = AgentHints()
+
+    @property
+    def priority(self) -> int | None:
+        """Return the class that is asked for; None for the default. Raise `Unsupported`."""
+        if self.agent_hints.speculative_prefill:
+            raise Unsupported("speculative_prefill is set: a turn is computed when it arrives; send false")
+        hint = self.agent_hints.priority
+        return Priority.HIGH.value if hint > 0 else Priority.LOW.value if hint < 0 else None
+
+
 class GenerateBody(OpenAIBody, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -87,6 +108,7 @@ class GenerateBody(OpenAIBody, frozen=True, kw_only=True):
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
     echo: bool = False
+    nvext: DynamoExtensions = DynamoExtensions()
 
 
 class ChatBody(GenerateBody, frozen=True, kw_only=True):
@@ -335,7 +357,8 @@ def _generate_request(
         raise InvalidRequest("stream_options is set, and stream is not true: set both, or none")
     if len(body.request_id) > MAX_REQUEST_ID_CHARS or not body.request_id.isprintable():
         raise InvalidRequest(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters that can be printed")
-    priority = None if body.priority is None else to_priority("priority", body.priority).value
+    hinted = body.nvext.priority
+    priority = hinted if body.priority is None else to_priority("priority", body.priority).value
     options = {"n": body.n, "logprobs": logprobs, "tenant": body.tenant, "priority": priority}
     options |= {"session_id": body.session_id or None, "prompt_logprobs": body.prompt_logprobs}
     params |= {name: value for name, value in options.items() if value is not None}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.gateway.running_gateway import RunningGateway
+from support.gateway.running_gateway import RunningGateway, say
 from support.triton.grpc_triton import FakeTriton
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -26,6 +26,7 @@ def ask(gateway: RunningGateway, path: str = "chat/completions", **fields: Any) 
 def test_a_priority_becomes_a_class(
     gateway: RunningGateway, triton: FakeTriton, path: str, hint: int, asked: int | None
 ) -> None:
+    triton.answer = say
     hints = {"priority": hint, "osl": 512, "speculative_prefill": False}
     ask(gateway, path, nvext={"agent_hints": hints}).raise_for_status()
     assert triton.asked[0].sampling.get("priority") == asked
@@ -33,6 +34,7 @@ def test_a_priority_becomes_a_class(
 
 
 def test_a_field_wins_over_a_hint(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = say
     ask(gateway, priority="critical", nvext={"agent_hints": {"priority": -1}}).raise_for_status()
     assert triton.asked[0].sampling["priority"] == 1
 

@@ -6,18 +6,23 @@ memory, descriptor or thread may stay. A stop of the first rank where the other 
 pause, by which nothing may be lost. Needs what the tests need.
 
     PYTHONPATH=tests python benchmarks rank_faults --rounds 20 --save
+
+With `--kinds`, a saved run takes the place of earlier rows of these kinds, and leaves the others as they were.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-from common.study import Study, show
+from common.study import RESULTS, Study, show
 from support.faults.ranked_engine import ORDERS, ranked_engine
 
 LIMIT_S = 2.0
@@ -51,17 +56,18 @@ def main() -> None:
         for name, each in sorted(delays.items())
     ]
     show(rows)
-    study.save(
-        {
-            "rounds": num_faults / len(chosen),
-            "kinds": options.kinds,
-            "faults": num_faults,
-            "limit_s": LIMIT_S,
-            "told": rows,
-        }
-    )
+    of_run = {"rounds": num_faults / len(chosen), "commit": study.facts["commit"]}
+    told = [*kept_rows(options.kinds), *({**row, **of_run} for row in rows)]
+    study.save({"limit_s": LIMIT_S, "told": sorted(told, key=lambda row: str(row["fault"]))})
     if late := [row["fault"] for row in rows if row["longest_s"] > LIMIT_S]:
         raise SystemExit(f"told after more than {LIMIT_S:g} s: {late}")
+
+
+def kept_rows(kinds: Collection[str]) -> list[dict[str, Any]]:
+    """Return the rows of the record whose faults are of other kinds."""
+    path = RESULTS / "rank_faults.json"
+    rows = json.loads(path.read_text())["told"] if path.exists() else []
+    return [row for row in rows if row["fault"].split()[0] not in kinds]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import sys
 from pathlib import Path
 from tidewheel.config import EngineConfig
 from tidewheel.engine import device_memory
-device_memory.total_host_bytes = lambda: {TOTAL}
+device_memory.host_limits = lambda: {{"cpu": {TOTAL}}}
 device_memory.shown_records = lambda *_: []  # of other tests
 memory = device_memory.DeviceMemory(EngineConfig(model="m", device="cpu", device_memory_share=0.6), Path(sys.argv[1]))
 print("holds", flush=True)
@@ -52,7 +52,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(
         process_records, "_read", lambda link, *kind: read(link, *kind) if link.parts[2] in known else None
     )
-    monkeypatch.setattr(device_memory, "total_host_bytes", lambda: TOTAL)
+    monkeypatch.setattr(device_memory, "host_limits", lambda: {"cpu": TOTAL})
     monkeypatch.setattr(device_memory, "resident_bytes", lambda _pid: 100 * MIB)
     return known
 
@@ -113,6 +113,27 @@ def test_an_engine_takes_no_more_than_its_limit(load: Load) -> None:
     gc.collect()
     with pytest.raises(ConfigError, match=r"device_memory_share is 0\.8 of 1000 MiB, and the engine takes 900 MiB"):
         load("demo", device_memory_share=0.8)
+
+
+def test_engines_in_other_cgroups_take_memory_of_the_machine_alone(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_in(group: str, name: str, share: float) -> None:
+        limits = {"cpu": TOTAL, **({group: TOTAL // 2} if group else {})}
+        monkeypatch.setattr(device_memory, "host_limits", lambda: limits)
+        load(name, small(50), device_memory_share=share)
+
+    load_in("cpu 7", "demo", 0.8)
+    load_in("cpu 8", "other", 0.8)
+    with pytest.raises(
+        ConfigError, match=r"0\.3 of 500 MiB of host memory, and 100 MiB are left: demo .* at most 0\.2"
+    ):
+        load_in("cpu 7", "third", 0.3)
+    with pytest.raises(
+        ConfigError, match=r"0\.3 of 1000 MiB of host memory, and 200 MiB are left: demo .* and other"
+    ):
+        load_in("", "third", 0.3)
+    load_in("", "third", 0.2)
 
 
 def test_all_ranks_of_a_cpu_count_together(load: Load) -> None:

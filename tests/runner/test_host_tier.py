@@ -15,7 +15,7 @@ from tidewheel.batch import NO_TRANSFERS, ScheduledBatch, TransferArrays
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import ModelShape
-from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_memory import available_host_bytes, host_limits, total_host_bytes
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.model_runner import ModelRunner
@@ -185,6 +185,9 @@ def test_a_limit_of_a_group_further_out_holds_too(tmp_path: Path) -> None:
     write(tmp_path / "sys/fs/cgroup/user.slice", **{"memory.max": "3000", "memory.current": "1000"})
     write(tmp_path / "sys/fs/cgroup/user.slice/shell", **{"memory.max": "max", "memory.current": "10"})
     assert available_host_bytes(tmp_path) == 2000
+    number = (tmp_path / "sys/fs/cgroup/user.slice").stat().st_ino
+    assert host_limits(tmp_path) == {"cpu": 9000 * 1024, f"cpu {number}": 3000}
+    assert total_host_bytes(tmp_path) == 3000
 
 
 @pytest.mark.parametrize("folder", ["docker/abc", ""], ids=["on the machine", "in a container"])

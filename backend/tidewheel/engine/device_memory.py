@@ -11,7 +11,7 @@ import msgspec
 from tidewheel.config import EngineConfig
 from tidewheel.engine.folder import label_of
 from tidewheel.errors import ConfigError
-from tidewheel.runner.host_memory import resident_bytes, total_host_bytes
+from tidewheel.runner.host_memory import host_limits, resident_bytes
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.process_records import ProcessRecord, RecordFile, shown_records
 from tidewheel.settings import shown_bytes
@@ -25,7 +25,7 @@ class DeviceUse(ProcessRecord, frozen=True):
 
     engine: str  # link to the model's current engine, which may load again beside itself
     since: int = 0  # monotonic ns
-    bytes: dict[str, int] = msgspec.field(default_factory=dict)  # by device
+    bytes: dict[str, int] = msgspec.field(default_factory=dict)  # by device; of a CPU, by what limits its memory
 
 
 class DeviceMemory:
@@ -34,7 +34,7 @@ class DeviceMemory:
     def __init__(self, config: EngineConfig, engine: Path) -> None:
         """Raise `ConfigError` if others leave less than the share. `engine`: link to the model's current engine."""
         self._share, self._num_ranks = config.device_memory_share, config.tensor_parallel_size
-        self._devices: dict[str, int] = {}  # memory by device
+        self._devices: dict[str, int] = {}  # memory by device; of a CPU, by limit
         self._use, self._record = DeviceUse(os.getpid(), str(engine)), RecordFile(_NAME)
         if config.kind == "text" and self._share is not None:
             from tidewheel.runner.device import uses_gpus  # imports torch
@@ -51,23 +51,26 @@ class DeviceMemory:
             taken = self._num_ranks * max(taken, resident_bytes(os.getpid()))
         if self._share is None:
             self._show(dict.fromkeys(self._devices, taken))
-        for total in self._devices.values():
-            if self._share is not None and taken > self._share * total:
-                raise ConfigError(
-                    f"device_memory_share is {self._share:g} of {shown_bytes(total)}, and the engine takes "
-                    f"{shown_bytes(taken)}: raise it, or lower kv_cache_memory_mb or num_blocks"
-                )
+        total = min(self._devices.values(), default=0)
+        if self._share is not None and self._devices and taken > self._share * total:
+            raise ConfigError(
+                f"device_memory_share is {self._share:g} of {shown_bytes(total)}, and the engine takes "
+                f"{shown_bytes(taken)}: raise it, or lower kv_cache_memory_mb or num_blocks"
+            )
 
     def _take(self, *, is_cpu: bool) -> None:
-        self._devices = {"cpu": total_host_bytes()} if is_cpu else gpu_bytes(self._num_ranks)
+        self._devices = host_limits() if is_cpu else gpu_bytes(self._num_ranks)
         if self._share is None:
             return
-        self._show({device: int(self._share * total) for device, total in self._devices.items()})
+        least = min(self._devices.values(), default=0)
+        totals = dict.fromkeys(self._devices, least) if is_cpu else self._devices
+        self._show({device: int(self._share * total) for device, total in totals.items()})
         uses = [one for one in shown_records(_NAME, DeviceUse) if one.engine != self._use.engine]
         earlier = [one for one in uses if (one.since, one.pid) < (self._use.since, self._use.pid)]
         try:
-            for device, total in self._devices.items():
-                check_left(self._share, device, total, [one for one in earlier if device in one.bytes])
+            for device, limit in self._devices.items():
+                others = [one for one in earlier if device in one.bytes]
+                check_left(self._share, device, totals[device], limit, others)
         except ConfigError:
             self._show({})
             raise
@@ -77,9 +80,9 @@ class DeviceMemory:
         self._record.write(self._use)
 
 
-def check_left(share: float, device: str, total: int, others: list[DeviceUse]) -> None:
-    """Raise `ConfigError` if other engines leave less than the share of a device with `total` bytes."""
-    left = max(total - sum(one.bytes[device] for one in others), 0)
+def check_left(share: float, device: str, total: int, limit: int, others: list[DeviceUse]) -> None:
+    """Raise `ConfigError` if other engines leave less of `limit` bytes than the share of `total` bytes."""
+    left = max(limit - sum(one.bytes[device] for one in others), 0)
     if int(share * total) <= left:
         return
     others = sorted(others, key=lambda one: -one.bytes[device])
@@ -88,7 +91,7 @@ def check_left(share: float, device: str, total: int, others: list[DeviceUse]) -
         for one in others[:MAX_NAMED]
     ]
     holders += [f"{len(others) - MAX_NAMED} more engines"] if len(others) > MAX_NAMED else []
-    place, most = "host memory" if device == "cpu" else device, 100 * left // total / 100
+    place, most = "host memory" if device.startswith("cpu") else device, 100 * left // total / 100
     remedy = f"set it to at most {most:g}, or unload one of these" if most else "unload one of these"
     raise ConfigError(
         f"device_memory_share is {share:g} of {shown_bytes(total)} of {place}, and {shown_bytes(left)} are left: "

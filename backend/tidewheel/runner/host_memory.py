@@ -37,9 +37,18 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 def total_host_bytes(root: Path = Path("/")) -> int:
     """Return the least host memory, in bytes, of machine and cgroups."""
-    limits = [_read(group / files[0]).strip() for group, files in _groups(root)]
+    return min(host_limits(root).values())
+
+
+def host_limits(root: Path = Path("/")) -> dict[str, int]:
+    """Return the memory of the machine, in bytes, and of each cgroup with less, by a name that all processes use."""
     of_machine = 1024 * _amounts(root / "proc/meminfo")["MemTotal:"]
-    return min([of_machine, *(int(limit) for limit in limits if limit.isdecimal())])
+    limits = {"cpu": of_machine}
+    for group, (name, *_) in _groups(root):
+        limit = _read(group / name).strip()
+        if limit.isdecimal() and int(limit) < of_machine:  # a path is another in each namespace, an inode is not
+            limits[f"cpu {group.stat().st_ino}"] = int(limit)
+    return limits
 
 
 def keep_freed_memory() -> None:

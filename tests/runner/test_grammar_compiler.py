@@ -162,3 +162,22 @@ def test_what_cannot_be_followed_is_said_plainly(
 ) -> None:
     with pytest.raises(error, match=words):
         compiler.compile(to_source(grammar), grammar.name)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.json_schema({"enum": ["x <tool_call> y"]}),
+        Grammar.choice(['"x <tool_call> y"', "z"]),
+        Grammar.regex('"x <tool[_]call> y"'),
+        Grammar.ebnf('root ::= "\\"x <tool_call> y\\""'),
+    ],
+    ids=lambda grammar: str(grammar.kind),
+)
+def test_texts_of_added_tokens_are_spelled(tmp_path: Path, grammar: Grammar) -> None:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(BYTES)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(["<tool_call>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert allows(GrammarCompiler(tmp_path, NUM_BYTES + 1), grammar, '"x <tool_call> y"')

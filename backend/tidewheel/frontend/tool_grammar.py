@@ -27,8 +27,6 @@ _ANY = "(?s:.*)"
 # Text that begins so is a call, whatever the format.
 _BARE_CALL = rf'{_SPACES}*\{{{_SPACES}*"name'
 _MOST_CHARS = 200  # of functions' names in messages
-# Without it, llguidance would make an added token of a mark in a string, where only the mark's characters fit.
-_SETTINGS = '%llguidance {"no_forcing": true}'
 
 
 class ToolGrammars:
@@ -49,7 +47,7 @@ class ToolGrammars:
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = " or ".join(rules.names)
         place = f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
-        lines = [_SETTINGS, *self._calls(rules), *self._start(prompt, must_call=rules.must_call)]
+        lines = [*self._calls(rules), *self._start(prompt, must_call=rules.must_call)]
         for index, name in enumerate(rules.names):
             has_schema = rules.must_call or name in rules.strict
             schema = _schema(name, functions[name].get("parameters")) if has_schema else {"type": "object"}

@@ -58,6 +58,8 @@ _WRITTEN = {
     GrammarKind.EBNF: "rules in GBNF or Lark",
     GrammarKind.LARK: "rules in Lark",
 }
+# Else llguidance would make an added token of its text in a string, where only the characters fit, and refuse both.
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 _STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # precede a schema's `x-guidance`
 
 T = TypeVar("T")
@@ -127,6 +129,14 @@ def _started(tokens: LLTokenizer, source: str) -> LLMatcher:
 
 def to_source(grammar: Grammar) -> str:
     """Return the Lark or JSON source to compile. Raise `InvalidRequest`."""
+    source = _source(grammar)
+    if not source.startswith("{"):
+        return f"{source}\n{_NO_FORCING}"
+    whole = json.loads(source)["grammars"][0] | {"name": "whole"}
+    return json.dumps({"grammars": [{"lark_grammar": f"start: @whole\n{_NO_FORCING}"}, whole]})
+
+
+def _source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:

@@ -208,3 +208,10 @@ def test_one_seed_gives_one_result_with_replicas_that_come_and_go() -> None:
     np.testing.assert_array_equal(first.replicas, second.replicas)
     np.testing.assert_array_equal(first.last_token, second.last_token)
     assert runs[0].fleet.changes == runs[1].fleet.changes
+
+
+def test_a_last_chunk_of_one_token_costs_no_pairs_in_merged_steps() -> None:
+    cost = CostModel(name="device", overhead_s=0.01, seconds_per_chunk_pair=1e-3)
+    trace = make_trace(1, prompt="constant:33", output="constant:2")  # a step has 32 tokens
+    one, other = (simulator(trace, cost=cost, is_coarse=is_coarse).run() for is_coarse in (False, True))
+    assert other.latency == pytest.approx(one.latency)

@@ -177,7 +177,8 @@ class CoarseReplica:
             num_samples += count == request.num_left
             num_chunk_tokens += count
             kv_tokens += start + count
-            pairs += count * start + count * (count + 1) // 2
+            if count > 1:  # a chunk of one token is computed as a decode
+                pairs += count * start + count * (count + 1) // 2
         num_rows = num_decodes + len(chunks)
         features = StepFeatures(
             num_rows=num_rows,

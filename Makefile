@@ -201,7 +201,7 @@ docs: venv
 	$(BIN)/python tests/documentation/reference_pages.py docs
 
 # Lines of Python in each part; files of the backend without what measures; words of docstrings, comments and pages.
-MEASURE := $(addprefix backend/tidewheel/,bench simulate workload cli/bench*.py cli/simul*.py)
+MEASURE := $(addprefix backend/tidewheel/,bench simulate workload cli/bench*.py cli/simul*.py cli/tune.py)
 count = @printf '%-10s %6d\n' $(1) $$(git ls-files -- $(2) | grep '\.py$$' | xargs cat | wc -l)
 lines:
 	$(call count,serve,backend $(MEASURE:%=':!%'))

@@ -33,6 +33,7 @@ COMMANDS = {
     "worker": "answer the jobs of a queue",
     "results": "print what became of a queue's jobs, or cancel some",
     "simulate": "try a deployment under a load, with the real scheduler under a modelled clock",
+    "tune": "propose settings from a recorded load, and predict what they change",
     "trace": "turn a recording into a trace of steps and requests that Perfetto opens",
     "bench": "measure any targets on the same requests, and report",
     "demo": "start a server with the demo model, let it write, and end it",

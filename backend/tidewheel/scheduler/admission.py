@@ -45,6 +45,7 @@ class AdmissionControl:
         self._state = state
         self._estimate = estimate
         state.observe_end = self._observe_end
+        state.latest_start = self._latest_start
         self._last_start: float | None = None
         self._start_interval: float | None = None
         self._tenants = TenantTable(state.config.tenants)
@@ -90,6 +91,8 @@ class AdmissionControl:
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)
         self._check_size(request, count)
+        if not state.columns.num_paced:
+            self._estimate.step_tokens = state.config.max_num_batched_tokens  # the last step may have been cut
         over_quota = state.is_over_quota(request)
         service_class = request.priority.dropped() if over_quota else request.priority
         miss = self._predict_miss(request, service_class, now)
@@ -176,7 +179,7 @@ class AdmissionControl:
 
         Set the latest start that meets its first token's.
         """
-        objective, state, estimate = request.objective, self._state, self._estimate
+        objective, state = request.objective, self._state
         if objective is None:
             return ""
         step_s = state.step_time.seconds(0) if state.step_time.is_fresh(now) else 0.0
@@ -184,13 +187,19 @@ class AdmissionControl:
             return f"a token is expected to take {1e3 * step_s:.1f} ms, and tpot_ms is {1e3 * objective.tpot_s:g}"
         if objective.ttft_s == math.inf:
             return ""
-        num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
-        prefill_s = estimate.prefill_seconds(num_tokens, now)
-        request.latest_start = request.arrival_time + objective.ttft_s - prefill_s
+        request.latest_start = self._latest_start(request, now)
+        prefill_s = request.arrival_time + objective.ttft_s - request.latest_start
         expected = self._queue_seconds(service_class, now) + prefill_s
         if now + expected <= request.arrival_time + objective.ttft_s:
             return ""
         return self._late_text(request, expected + now - request.arrival_time)
+
+    def _latest_start(self, request: Request, now: float) -> float:
+        """Return when the uncached part of the prompt has to start for its first token to be in time."""
+        assert request.objective is not None
+        num_tokens = request.num_prompt_tokens - self._state.find_hit(request).num_tokens
+        due = request.arrival_time + request.objective.ttft_s
+        return due - self._estimate.prefill_seconds(num_tokens, now)
 
     def late_start(self, request: Request, now: float) -> DeadlineExceeded:
         """Return the error of a request whose prompt, started now, ends after the objective of its first token."""

@@ -217,12 +217,15 @@ class RowColumns:
         return rows
 
     def next_due(self, rows: RowArray) -> Float64Array:
-        """Return when the rows' next tokens are due; without a time per token, `PATIENCE` times the least counts."""
+        """Return when the rows' next tokens are due; without a time per token, `PATIENCE` times the least counts.
+
+        A row counts as late by at most as much before its last token, so late rows cannot stop others.
+        """
         num_output = (self.num_tokens + self.num_inflight_samples - self.num_prompt_tokens)[rows]
-        patience = self.last_token_times[rows] + PATIENCE * self.tpots.min()
+        last, patience = self.last_token_times[rows], PATIENCE * self.tpots.min()
         paced = self.tpots[rows] < np.inf
         due = self.first_token_times[rows] + np.where(paced, self.tpots[rows], 0.0) * num_output
-        return np.where(paced, due, patience)
+        return np.where(paced, np.maximum(due, last - patience), last + patience)
 
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
         num_tokens = self.num_tokens.take(rows) + 1

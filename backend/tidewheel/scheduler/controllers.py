@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import RowArray, ScheduledBatch
+from tidewheel.request import Priority
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
 from tidewheel.scheduler.pressure import PressureController
@@ -224,16 +225,26 @@ class StepControl:
     def _paced_tokens(self, now: float) -> int:
         """Return the most tokens of a step that keeps the times per output token of decoding rows; 0: any.
 
-        A late row takes less than its time, but not where no step is so short.
+        A late row takes less than its time, but not where no step is so short. No prompt is cut for lower classes.
         """
         columns = self._state.columns
         rows = columns.decoding_paced()
+        if len(rows):
+            rows = rows[columns.classes[rows] <= self._best_prompt_class()]
         if not len(rows):
             return 0
         tpots = columns.tpots[rows]
         paces_s = np.clip(columns.next_due(rows) - now, _LEAST_PACE * tpots, tpots).min(), tpots.min()
         fitting = (self._paced_time.most_tokens(float(pace_s), _PACE_CAUTION) for pace_s in paces_s)
         return next((num_tokens for num_tokens in fitting if num_tokens > 0), 0)
+
+    def _best_prompt_class(self) -> int:
+        """Return the best class of the prompts under way and of the first request that waits beside a free row."""
+        columns, waiting = self._state.columns, self._state.waiting
+        starts = columns.num_computed_tokens + columns.num_inflight_tokens
+        prompts = columns.running & (starts < columns.num_entered_tokens)
+        first = next(waiting.candidates(with_new=True), None) if columns.free_rows else None
+        return int(columns.classes[prompts].min(initial=Priority.LOW if first is None else first.service_class))
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
         """Update estimates and limits. A step begins when the previous one ends."""

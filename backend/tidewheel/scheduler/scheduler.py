@@ -100,7 +100,7 @@ class Scheduler:
     def _refuse_late(self, now: float) -> list[Request]:
         """End and return waiting requests that ask for a refusal where their first token would be late."""
         state, refused = self._state, []
-        for _, _, request in state.refusals.pop_due(now):
+        for request in state.pop_late(state.refusals, now):
             request.error = self.admission.late_start(request, now)
             state.end(request, FinishReason.ERROR, now)
             state.stats.num_hopeless += 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tidewheel.errors import require
@@ -58,6 +58,7 @@ class SchedulerState:
         self._demotions = EventHeap[Request](_awaits_objective)
         self.virtual_counters: VirtualCounters | None = None
         self.observe_end: Callable[[Request, float], None] = lambda _, __: None  # set by admission
+        self.latest_start: Callable[[Request, float], float] = lambda request, _: request.latest_start  # by admission
         self.blocked: BlockedRequest | None = None
         self.in_flight: deque[InFlightStep] = deque()
         self.leaders: dict[str, Request] = {}  # running, with followers
@@ -145,9 +146,17 @@ class SchedulerState:
             if request.service_class < Priority.LOW and not follows:
                 self.reclassify(request, request.service_class.dropped(), since=now)
                 self.stats.num_downgraded_deadline += 1
-        if self._demotions:
-            for _, _, request in self._demotions.pop_due(now):
-                self._demote(request, now)
+        for request in self.pop_late(self._demotions, now):
+            self._demote(request, now)
+
+    def pop_late(self, latest_starts: EventHeap[Request], now: float) -> Iterator[Request]:
+        """Yield waiting requests that miss their objective if they start now; more may be cached than at arrival."""
+        for _, _, request in latest_starts.pop_due(now):
+            latest_start = self.latest_start(request, now)
+            if latest_start > now:
+                latest_starts.push(latest_start, request, len(self.requests))
+            else:
+                yield request
 
     def _demote(self, request: Request, now: float) -> None:
         """Lower the class of a request that waits and would miss its objective, which counts no more."""
@@ -344,7 +353,7 @@ class SchedulerState:
 
 def _awaits_objective(event: TimedEvent[Request]) -> bool:
     request = event.subject
-    return request.first_scheduled_time is None and not request.is_finished and not request.is_demoted
+    return request.is_new and not request.is_finished and not request.is_demoted
 
 
 def _is_unfinished(event: TimedEvent[Request]) -> bool:

@@ -52,6 +52,10 @@ _MARKS = [
     *THOUGHT_MARKS.keys(),
     *THOUGHT_MARKS.values(),
     '{"name": "weather", "arguments": ',
+    "</arg_value>",
+    "\n</parameter>\n",
+    "</function>",
+    "</tool_call>",
 ]
 _BEGINNINGS = {mark[:length] for mark in _MARKS for length in range(1, len(mark))}
 _LONGEST = max(map(len, _MARKS))
@@ -61,6 +65,7 @@ _DEEPSEEK = tuple(
     f"<\uff5ctool\u2581{name}\uff5c>"
     for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
 )
+_GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Qwen3": ("<tool_call></tool_call>", ("<tool_call>", "</tool_call>")),
     "Llama 3": ("<|start_header_id|>", ("<|python_tag|>",)),
@@ -72,6 +77,9 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "DeepSeek": (_DEEPSEEK[0], _DEEPSEEK),
     "DeepSeek, blocks": (f"{_DEEPSEEK[0]} ```json", _DEEPSEEK),
+    "GLM": ("<arg_key></arg_key>\n<arg_value>", _GLM),
+    "GLM, together": ("<arg_key></arg_key><arg_value>", _GLM),
+    "Qwen3-Coder": ("<tool_call><function=<parameter=", ("<tool_call>", "</tool_call>")),
     "no tools": ("", ()),
 }
 # Texts after the question, and how the gateway is told to read thoughts.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tidewheel.gateway.output_parser import ExpectedCalls, OutputParser, ParsedOutput, Reasoning
+from tidewheel.gateway.output_parser import ExpectedCalls, Functions, OutputParser, ParsedOutput, Reasoning
 
-TOOLS = frozenset({"weather", "time"})
+TOOLS: Functions = {"weather": {"parameters": {"properties": {"city": {"type": "string"}}}}, "time": {}}
 PARIS = ("weather", {"city": "Paris"})
 TIME: tuple[str, dict[str, Any]] = ("time", {})
 OBJECT = '{"name": "weather", "arguments": {"city": "Paris"}}'
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, str, str, list[Any]]] = {
 
 def parse(
     pieces: list[str],
-    tools: frozenset[str] | None = TOOLS,
+    tools: Functions | None = TOOLS,
     reasoning: Reasoning = "tagged",
     *,
     is_forced: bool = False,
@@ -141,7 +141,7 @@ def test_a_forced_call_that_was_cut_is_what_there_is_of_it(text: str, name: str,
 
 
 def test_the_only_function_is_the_one_that_is_called() -> None:
-    (call,) = parse(["{"], frozenset({"weather"}), is_forced=True).calls
+    (call,) = parse(["{"], {"weather": {}}, is_forced=True).calls
     assert (call.name, call.arguments) == ("weather", "")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import CallRules
 from tidewheel.frontend.coercion import show
+from tidewheel.frontend.tagged_grammar import TaggedGrammar
 from tidewheel.grammar import Grammar, GrammarKind, check_bounds, check_options, read_plainly
 from tidewheel.tool_formats.known_formats import CALL_MARKS, MORE_THOUGHT_MARKS, SILENT_MARKS, format_of, thoughts_of
 
@@ -50,9 +51,18 @@ class ToolGrammars:
         lines = [*self._calls(rules), *self._start(prompt, must_call=rules.must_call)]
         for index, name in enumerate(rules.names):
             has_schema = rules.must_call or name in rules.strict
-            schema = _schema(name, functions[name].get("parameters")) if has_schema else {"type": "object"}
-            lines.append(f"arguments_{index}: %json {json.dumps({'x-guidance': _OPTIONS} | schema)}")
+            schema = _schema(name, functions[name].get("parameters")) if has_schema else None
+            lines += self._arguments(f"arguments_{index}", schema, f"tools: parameters of {name}")
         return Grammar(GrammarKind.LARK, "\n".join(lines), place)
+
+    def _arguments(self, rule: str, schema: dict[str, Any] | None, place: str) -> Iterator[str]:
+        """Yield the rule of a call's arguments, which follow no schema if that is None."""
+        tags = next((mark.tags for mark in self._format.marks.values()), None)
+        if tags is None:
+            yield f"{rule}: %json {json.dumps({'x-guidance': _OPTIONS} | (schema or {'type': 'object'}))}"
+        else:
+            tagged = TaggedGrammar(tags, self._literal, self._tokens.get(tags.closing), _OPTIONS)
+            yield from tagged.arguments(rule, schema, place)
 
     def _calls(self, rules: CallRules) -> Iterator[str]:
         """Yield the rule `calls`, of all after the mark."""

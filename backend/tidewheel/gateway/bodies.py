@@ -311,8 +311,7 @@ def read_chat(fields: Fields) -> UpstreamRequest:
     prompt = _conversation(body.messages, tools, variables, rules)
     request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
     is_strict = not must_call and any(function.get("strict") for function in functions.values())
-    names = frozenset(functions) if tools else None
-    request.calls = ExpectedCalls(names, must_call, is_strict, body.parallel_tool_calls)
+    request.calls = ExpectedCalls(functions if tools else None, must_call, is_strict, body.parallel_tool_calls)
     return request
 
 

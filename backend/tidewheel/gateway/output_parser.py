@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from tidewheel.gateway.mark_finder import MarkFinder
+from tidewheel.gateway.tagged_arguments import TaggedArguments
 from tidewheel.tool_formats.known_formats import CALL_MARKS, MORE_THOUGHT_MARKS, SILENT_MARKS, THOUGHT_MARKS
 from tidewheel.tool_formats.tool_format import OBJECT_HEAD, CallMark
 from tidewheel_client.errors import InvalidRequest
 
 Reasoning = Literal["tagged", "always", "off"]  # always: the template opens the tag
 
-_CALLS = {**CALL_MARKS, "": CallMark(OBJECT_HEAD)}  # by mark; empty: text that begins with {
+_CALLS = {**CALL_MARKS, "": (CallMark(OBJECT_HEAD),)}  # by mark; empty: text that begins with {
 _BARE_BEGINNING = re.compile(r'\s*\{\s*(?:$|"(?:$|n(?:$|a(?:$|m(?:$|e)))))')
 _BETWEEN = " \t\r\n;,"
-_CUT_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
+_CUT_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)|\A\s*(?:<function=)?([\w.-]+)', re.DOTALL)
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
-_OPENERS = re.compile(r"[<\[]")
-_NOTHING = "(?!)"  # matches no text
 _decoder = json.JSONDecoder()
 _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "decoding_guide_type")
 _FIELDS = ("structured_outputs", "response_format", *(f"guided_{name}" for name in _GRAMMARS))
@@ -51,34 +51,16 @@ class ParsedOutput(NamedTuple):
 
 
 class ExpectedCalls(NamedTuple):
-    tools: frozenset[str] | None = None  # function names; None: text of calls stays content
+    tools: Functions | None = None  # None: text of calls stays content
     must_call: bool = False  # after thoughts
     is_strict: bool = False  # calls outside marks begin with their name, as in the grammar
     is_parallel: bool = True  # else later calls are dropped
 
 
-class _MarkFinder:
-    """Finder of the first of some marks, each of which begins with `<` or `[`."""
-
-    def __init__(self, marks: Iterable[str]) -> None:
-        self._pattern = re.compile("|".join(map(re.escape, marks)) or _NOTHING)
-        self._beginnings = {mark[:length] for mark in marks for length in range(1, len(mark))}
-        self._longest = max(map(len, self._beginnings), default=0)
-
-    def split(self, text: str) -> tuple[str, str, str]:
-        """Return the text before a mark, the mark, and the rest: without a mark, what may begin one."""
-        if (found := self._pattern.search(text)) is not None:
-            return text[: found.start()], found[0], text[found.end() :]
-        for opener in _OPENERS.finditer(text, max(len(text) - self._longest, 0)):
-            if text[opener.start() :] in self._beginnings:
-                return text[: opener.start()], "", text[opener.start() :]
-        return text, "", ""
-
-
 _State = Callable[[], ParsedOutput | None]
-_CONTENT_MARKS = _MarkFinder((*CALL_MARKS, *SILENT_MARKS, *MORE_THOUGHT_MARKS))
-_NO_MARKS = _MarkFinder(())
-_THOUGHT_ENDS = {end: _MarkFinder((end,)) for end in (*THOUGHT_MARKS.values(), *MORE_THOUGHT_MARKS.values())}
+_CONTENT_MARKS = MarkFinder((*CALL_MARKS, *SILENT_MARKS, *MORE_THOUGHT_MARKS))
+_NO_MARKS = MarkFinder(())
+_THOUGHT_ENDS = {end: MarkFinder((end,)) for end in (*THOUGHT_MARKS.values(), *MORE_THOUGHT_MARKS.values())}
 
 
 class OutputParser:
@@ -93,6 +75,7 @@ class OutputParser:
         self._mark = ""  # of the current call
         self._thought_end = THOUGHT_MARKS["<think>"]
         self._depth, self._is_string = 0, False  # within the arguments
+        self._tagged: TaggedArguments | None = None  # of the current call
         self._state: _State = self._in_thought if reasoning == "always" else self._at_start
 
     def push(self, text: str) -> ParsedOutput:
@@ -117,8 +100,9 @@ class OutputParser:
         held, self._held = self._held, ""
         if self._state == self._in_thought:
             return ParsedOutput(reasoning=held)
-        if self._state == self._in_arguments:
+        if self._state in (self._in_arguments, self._in_tagged):
             self.was_cut = True
+            held = self._tagged.cut(held) if self._tagged is not None else held
             return ParsedOutput(calls=(ToolCall("", "", held),) if held else ())
         if self._state == self._after_call:
             return ParsedOutput()
@@ -163,19 +147,37 @@ class OutputParser:
         return ParsedOutput(content) if content or mark else None
 
     def _in_call(self) -> ParsedOutput | None:
-        head = _CALLS[self._mark].head.match(self._held)
-        if head is not None and (self._mark or head["name"] in (self._expected.tools or ())):
-            self._held, self._state = self._held[head.end() :], self._in_arguments
-            return ParsedOutput(calls=(ToolCall(_new_id(), head[head.lastgroup or "name"], ""),))
+        for mark in _CALLS[self._mark]:
+            head = mark.head.match(self._held)
+            if head is not None and (self._mark or head["name"] in (self._expected.tools or ())):
+                return self._begin_call(mark, head)
         if self._expected.is_strict and not self._mark and not _BARE_BEGINNING.match(self._held):
             self._state = self._in_content
             return ParsedOutput()
-        closing = _CALLS[self._mark].closing
+        closing = _CALLS[self._mark][0].closing
         if not closing or closing not in self._held:
             return None
         raw, _, self._held = self._held.partition(closing)
         self._state = partial(self._skip_space, self._in_content)
         return self._parse_calls(raw, closing)
+
+    def _begin_call(self, mark: CallMark, head: re.Match[str]) -> ParsedOutput:
+        name, self._held = head[head.lastgroup or "name"], self._held[head.end() :]
+        self._state, self._tagged = self._in_arguments, None
+        if mark.tags is not None:
+            function = (self._expected.tools or {}).get(name, {})
+            self._state, self._tagged = (
+                self._in_tagged,
+                TaggedArguments(mark.tags, mark.closing, function.get("parameters")),
+            )
+        return ParsedOutput(calls=(ToolCall(_new_id(), name, ""),))
+
+    def _in_tagged(self) -> ParsedOutput | None:
+        assert self._tagged is not None
+        piece, self._held = self._tagged.read(self._held)
+        if self._tagged.has_ended:
+            self._state = partial(self._skip_space, self._in_content)
+        return ParsedOutput(calls=(ToolCall("", "", piece),)) if piece else None
 
     def _in_arguments(self) -> ParsedOutput | None:
         """Return the arguments so far, but not a backslash without the character that it escapes."""
@@ -193,7 +195,7 @@ class OutputParser:
         return ParsedOutput(calls=(ToolCall("", "", piece),)) if piece else None
 
     def _after_call(self) -> ParsedOutput | None:
-        if closing := _CALLS[self._mark].closing:
+        if closing := _CALLS[self._mark][0].closing:
             if closing not in self._held:
                 return None
             self._held, self._state = self._held.partition(closing)[2], partial(self._skip_space, self._in_content)
@@ -227,7 +229,7 @@ class OutputParser:
         """Return a forced call that was cut off before its arguments, its name completed if only one fits."""
         self.was_cut = True
         found = _CUT_NAME.search(text)
-        begin = found[1] if found else ""
+        begin = (found[1] or found[2] or "") if found else ""
         fitting = [name for name in self._expected.tools or () if name.startswith(begin)]
         return ParsedOutput(calls=(ToolCall(_new_id(), fitting[0] if len(fitting) == 1 else begin, ""),))
 

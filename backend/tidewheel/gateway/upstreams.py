@@ -257,7 +257,7 @@ class Upstreams:
         """Tell the server of an answer, in the background, which tools its session waits for; ignore a failure."""
         request, upstream = attempt.request, attempt.upstream
         params = {name: request.params[name] for name in ("session_id", "tenant") if name in request.params}
-        tools = sorted((request.calls.tools or frozenset()).intersection(called))
+        tools = sorted((request.calls.tools or {}).keys() & {*called})
         if tools and "session_id" in params and upstream is not None:
             pause = replace(request, prompts=[{"text_input": ""}], params=params | {"pause_session": tools})
             self._run(_send_order(Attempt(pause), upstream))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidewheel.tool_formats import deepseek, harmony, hermes, mistral
+from tidewheel.tool_formats import deepseek, glm, harmony, hermes, mistral, qwen3_coder
 from tidewheel.tool_formats.llama import BARE, LLAMA
 from tidewheel.tool_formats.tool_format import ToolFormat
 
@@ -13,12 +13,17 @@ _BY_TEXTS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     ((deepseek.OPENING,), deepseek.DEEPSEEK),
     ((mistral.MARK, mistral.ARGUMENTS), mistral.MISTRAL_NAMED),
     ((mistral.MARK,), mistral.MISTRAL),
+    ((glm.TOGETHER,), glm.GLM_TOGETHER),
+    ((glm.KEY_END,), glm.GLM),
+    ((qwen3_coder.FUNCTION, qwen3_coder.PARAMETER), qwen3_coder.QWEN3_CODER),
     ((hermes.MARK,), hermes.HERMES),
     (("<|start_header_id|>",), LLAMA),
     (("<|python_tag|>",), LLAMA),
 )
 FORMATS = (*(each for _, each in _BY_TEXTS), BARE)
-CALL_MARKS = {mark: rest for each in FORMATS for mark, rest in each.marks.items()}
+_RESTS = tuple({(mark, rest): None for each in FORMATS for mark, rest in each.marks.items()})
+# What may follow a mark: the rests of one mark have the same closing.
+CALL_MARKS = {mark: tuple(rest for other, rest in _RESTS if other == mark) for mark, _ in _RESTS}
 SILENT_MARKS = tuple({mark: None for each in FORMATS for mark in each.silent})
 # Marks around thoughts: at the beginning of an answer, and within.
 THOUGHT_MARKS = {"<think>": "</think>", "[THINK]": "[/THINK]"}

@@ -13,16 +13,29 @@ NAMED_OBJECT = '{"name": "NAME", "arguments": '
 
 
 @dataclass(frozen=True, slots=True)
+class Tags:
+    """An argument: `opening`, its name, `key_end`, `frame`, a string or JSON, `frame`, `closing`, `separator`."""
+
+    opening: str
+    key_end: str
+    key: re.Pattern[str]  # from the name to the value, with a group for the name
+    closing: str
+    separator: str = ""
+    frame: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CallMark:
     """Rest of a call whose mark has been read."""
 
     head: re.Pattern[str]  # from the mark to the arguments, with a group for the name
     closing: str = ""  # after the arguments; empty: the call ends with them
+    tags: Tags | None = None  # None: the arguments are a JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`opening`, a call, `separator`, a call, …, `closing`. A call is `begin`, arguments in JSON, `end`."""
+    """`opening`, a call, `separator`, a call, …, `closing`. A call is `begin`, arguments, `end`."""
 
     begin: str  # with NAME for the function's
     end: str = ""

@@ -1,0 +1,101 @@
+"""Arguments of a call between tags, which become JSON as they arrive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from tidewheel.gateway.mark_finder import MarkFinder
+from tidewheel.tool_formats.argument_types import STRING, Schema, has_type, types_of
+from tidewheel.tool_formats.tool_format import Tags
+
+_finder = cache(MarkFinder)
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that know no JSON
+
+
+class TaggedArguments:
+    """Reader of one call's arguments. `end` is the mark after them, `parameters` their schema."""
+
+    def __init__(self, tags: Tags, end: str, parameters: object) -> None:
+        self.has_ended = False
+        self._tags = tags
+        self._end = end
+        self._schema: Schema = parameters if isinstance(parameters, dict) else {}
+        self._held = ""
+        self._num_keys = 0
+        self._types = STRING  # of the current value
+        self._state: Callable[[], str | None] = self._between
+
+    def read(self, text: str) -> tuple[str, str]:
+        """Return JSON, and the rest of the text: it needs more, or follows the call."""
+        self._held, pieces = text, []
+        while not self.has_ended and (piece := self._state()) is not None:
+            pieces.append(piece)
+        return "".join(pieces), self._held
+
+    def cut(self, rest: str) -> str:
+        """Return JSON of the rest of a call that was cut off."""
+        return _escaped(rest) if self._state == self._in_string else ""
+
+    # A state returns its part; None: it needs more text.
+
+    def _between(self) -> str | None:
+        _, mark, self._held = _finder((self._tags.opening, self._end)).split(self._held)
+        if mark == self._end:
+            self.has_ended = True
+            return "}" if self._num_keys else "{}"
+        self._state = self._in_key if mark else self._between
+        return "" if mark else None
+
+    def _in_key(self) -> str | None:
+        found = self._tags.key.match(self._held)
+        if found is None:  # after the call's end, it never fits
+            self._state = self._between if self._end in self._held else self._in_key
+            return "" if self._end in self._held else None
+        key, self._held = found[1].strip(), self._held[found.end() :]
+        properties = self._schema.get("properties")
+        self._types = types_of(properties.get(key) if isinstance(properties, dict) else None, self._schema)
+        self._num_keys += 1
+        begin = f"{', ' if self._num_keys > 1 else '{'}{json.dumps(key, ensure_ascii=False)}: "
+        if self._types != STRING:
+            self._state = self._in_value
+            return begin
+        self._state = self._in_string
+        return begin + '"'
+
+    def _in_string(self) -> str | None:
+        closing = self._tags.closing
+        text, mark, self._held = _finder((self._tags.frame + closing, closing)).split(self._held)
+        if mark:
+            self._state = self._between
+            return _escaped(text) + '"'
+        return _escaped(text) or None
+
+    def _in_value(self) -> str | None:
+        raw, closing, rest = self._held.partition(self._tags.closing)
+        if not closing:
+            return None
+        self._held, self._state = rest, self._between
+        return as_json(raw.removesuffix(self._tags.frame), self._types)
+
+
+def as_json(raw: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value: what it is as JSON if it has one of the types, else a string."""
+    text = _OF_PYTHON.get(raw.strip(), raw.strip())
+    try:
+        value = json.loads(text, parse_int=lambda _: 0, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(raw, ensure_ascii=False)
+    is_quoted = isinstance(value, str) and "string" not in types
+    fits = any(has_type(value, name) for name in types - STRING)
+    return text if is_quoted or fits else json.dumps(raw, ensure_ascii=False)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -106,6 +106,26 @@ def test_a_far_one_must_meet_the_objective(fleet: Fleet, priority: Priority, lim
     assert fleet.choose(priority=priority) == NEAR
 
 
+@pytest.mark.parametrize("priority", [Priority.CRITICAL, Priority.HIGH, Priority.NORMAL, Priority.LOW])
+def test_the_first_token_that_a_request_asks_for_counts_where_a_server_can_meet_it(
+    fleet: Fleet, priority: Priority
+) -> None:
+    def goes_to(ttft_s: float) -> str | None:
+        return fleet.choose(priority=priority, first_token_due=fleet.now + ttft_s)
+
+    assert goes_to(ROUND_TRIP_S) == NEAR, "nothing waits there"
+    fleet.send(NEAR, priority=Priority.CRITICAL)
+    fleet.now += ROOM * ROUND_TRIP_S + 0.015625
+    assert fleet.choose(priority=priority) == NEAR
+    assert goes_to(ROUND_TRIP_S) == (NEAR if priority == Priority.LOW else FAR)
+    assert goes_to(ROUND_TRIP_S - 0.01) == NEAR, "only it is in time"
+    fleet.now += ROUND_TRIP_S
+    assert goes_to(ROUND_TRIP_S - 0.01) == fleet.choose(priority=priority), "none can meet it: as without it"
+    assert fleet.choose((NEAR,), priority=priority, busy_cost=0, first_token_due=fleet.now) == (
+        None if priority == Priority.LOW else FAR
+    ), "a refusal by a near one is no better than a late answer"
+
+
 def test_what_near_ones_refuse_goes_on_only_where_the_objective_is_met(fleet: Fleet) -> None:
     def follows(busy_cost: int = 0, **fields: object) -> bool:
         return fleet.choose((NEAR,), busy_cost=busy_cost, **fields) == FAR

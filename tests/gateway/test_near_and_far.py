@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,9 +25,9 @@ DELAY_S = 0.05  # one way
 ROUND_TRIP_US = 100_000
 
 
-def say_late(asked: Asked) -> Answer:
+def say_late(asked: Asked, waited_s: int = 60) -> Answer:
     """Report a long wait for a row, which has not passed here."""
-    times = {name: ("INT64", "q", [value]) for name, value in (("arrival", 0), ("first_scheduled", 60_000_000_000))}
+    times = {name: ("INT64", "q", [value]) for name, value in (("arrival", 0), ("first_scheduled", waited_s * 10**9))}
     yield from say(asked, **perf(1) | {f"{name}_time_ns": value for name, value in times.items()})
 
 
@@ -58,14 +59,14 @@ class Pair:
         near, far = (now - then for now, then in zip(self.counts, before, strict=True))
         return "near" * near + "far" * far
 
-    def hold_one_near(self) -> Future[requests.Response]:
-        """Let the near server have no room: requests have waited there, and one waits now."""
+    def hold_one_near(self, waited_s: int = 60) -> Future[requests.Response]:
+        """Let the near server have no room: a request has waited there, a 16th of which counts, and one waits now."""
 
         def hold(asked: Asked) -> Answer:
             self.release.wait(60)
             yield from say(asked)
 
-        self.near.answer = say_late
+        self.near.answer = partial(say_late, waited_s=waited_s)
         assert self.where() == "near"
         self.near.answer, before = hold, self.counts
         held = self.pool.submit(self.gateway.complete)
@@ -142,6 +143,21 @@ def test_a_deadline_that_the_way_would_break_is_not_sent_far(pair: Pair) -> None
     before = pair.counts
     pair.gateway.complete(deadline_ms=ROUND_TRIP_US // 1000)
     assert pair.counts == (before[0] + 1, before[1])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"ttft_ms": 400}, {"metadata": {"ttft_ms": "400"}}, {"headers": {"x-slo-ttft-ms": "400"}}]
+)
+def test_a_first_token_that_the_far_server_can_give_in_time_is_not_waited_for_near(
+    pair: Pair, fields: dict[str, Any]
+) -> None:
+    pair.hold_one_near(waited_s=5)  # there is room for the class, up to 0.5 s
+    assert pair.where(**fields) == "far"
+    assert pair.where(**fields, priority=4) == "near"
+    assert pair.where(ttft_ms=ROUND_TRIP_US // 2000) == "near", "nobody can"
+    assert pair.where() == "near"
+    bad = pair.gateway.complete(ttft_ms=[300])
+    assert bad.ok and pair.near.asked[-1].sampling["ttft_ms"] == [300], "the server refuses it"
 
 
 @pytest.mark.parametrize(

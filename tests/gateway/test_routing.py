@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -71,6 +72,19 @@ def test_classes() -> None:
     assert chat("a", priority=1).priority == Priority.CRITICAL
     assert chat("a", priority="high").priority == Priority.HIGH
     assert chat("a", priority=0).priority == chat("a").priority == Priority.NORMAL
+
+
+@pytest.mark.parametrize("ttft_ms", [200, 200.0, "200", "2e2"])
+def test_limits_count_from_the_arrival(ttft_ms: object) -> None:
+    params = {"ttft_ms": ttft_ms, "deadline_ms": 5000}
+    route = route_request(UpstreamRequest(prompts=[{"text_input": "a"}], params=params, begun=100.0))
+    assert (route.first_token_due, route.due) == (100.2, 105.0)
+
+
+@pytest.mark.parametrize("ttft_ms", [None, True, 0, -1, "", "soon", "nan", float("nan"), 10**400, [200], {"ms": 200}])
+def test_a_limit_that_the_backend_refuses_does_not_count(ttft_ms: object) -> None:
+    route = route_request(UpstreamRequest(prompts=[{"text_input": "a"}], params={"ttft_ms": ttft_ms}))
+    assert (route.first_token_due, route.due) == (math.inf, math.inf)
 
 
 def test_cached_tokens_are_in_the_units_of_the_route() -> None:

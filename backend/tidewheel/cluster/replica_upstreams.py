@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,8 +82,7 @@ class ReplicaUpstreams(Upstreams):
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         call: Any = None
-        left_ms = attempt.request.left_ms
-        patience_s = self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
+        patience_s = min(self._patience_s, max(attempt.request.due() - time.monotonic(), 0.0))
         self._num_held += 1
         try:
             async with asyncio.timeout(patience_s):

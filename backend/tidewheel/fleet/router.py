@@ -26,6 +26,7 @@ class RouteRequest(NamedTuple):
     due: float = math.inf  # deadline, on the router's clock
     tells_start: bool = True  # `started` is called at the first token, not at the end
     busy_cost: float = math.inf  # of a replica that was too busy, in `TieredRouter`
+    first_token_due: float = math.inf  # by the request's own objective, on the router's clock
 
 
 @dataclass(slots=True, eq=False)

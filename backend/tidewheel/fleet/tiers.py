@@ -21,10 +21,11 @@ class ReplicaTerms(NamedTuple):
 class TieredRouter(PrefixAwareRouter[T]):
     """Prefix-aware router among the replicas of the cheapest tier that has room. A tier has one cost.
 
-    A replica has room while the expected wait is at most `ROOM` of the request's objective: its class's limit, or the
-    time to its deadline. Wait and round trip together must meet the objective. A conversation stays in the tier that
-    has its cache while the objective is met there, and returns to a cheaper one where nothing waits. Without room
-    anywhere, the tier of the shortest delay is chosen; if none is in time, and for LOW requests, the cheapest.
+    A replica has room while the expected wait is at most `ROOM` of the request's objective: its class's limit, the
+    time to its deadline, or that to the first token that it asks for, which counts where a replica can meet it. Wait
+    and round trip together must meet the objective. A conversation stays in the tier that has its cache while the
+    objective is met there, and returns to a cheaper one where nothing waits. Without room anywhere, the tier of the
+    shortest delay is chosen; if none is in time, and for LOW requests, the cheapest.
     """
 
     def __init__(self, terms: Callable[[T], ReplicaTerms], clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,6 +55,8 @@ class TieredRouter(PrefixAwareRouter[T]):
     def _tier(self, request: RouteRequest, costs: Mapping[T, int]) -> int:
         objective_s, home = self._objective_s(request), self._home_cost(request, costs)
         delays = {replica: self._delay_s(request, replica) for replica in costs}
+        if min(delays.values()) <= (own_s := request.first_token_due - self._clock()):
+            objective_s = min(objective_s, own_s)
         in_time = [replica for replica in costs if delays[replica] <= objective_s]
         if not in_time:
             return min(costs.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -161,22 +162,22 @@ class UpstreamRequest:
     traceparent: str = ""
     stream: bool = False
     calls: ExpectedCalls = field(default_factory=ExpectedCalls)
-    begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms`
+    begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms` and `ttft_ms`
 
-    @property
-    def left_ms(self) -> float | None:
-        """Milliseconds to the deadline; None without a valid deadline."""
-        deadline_ms = self.params.get("deadline_ms")
-        if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float) or not deadline_ms > 0:
-            return None
-        return deadline_ms - 1000 * (time.monotonic() - self.begun)
+    def due(self, limit: str = "deadline_ms") -> float:
+        """Return the end of a limit in milliseconds by `time.monotonic`; infinite without a valid one."""
+        value = self.params.get(limit, math.nan)
+        try:
+            limit_ms = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):  # the server refuses it
+            return math.inf
+        return self.begun + limit_ms / 1000 if limit_ms > 0 else math.inf
 
     def params_left(self, round_trip_s: float = 0.0) -> Mapping[str, object]:
         """Parameters with the deadline that remains for a server so far away. Raise `DeadlineExceeded`."""
-        left_ms = self.left_ms
-        if left_ms is None:
+        if (due := self.due()) == math.inf:
             return self.params
-        if left_ms < 1:
+        if (left_ms := 1000 * (due - time.monotonic())) < 1:
             raise DeadlineExceeded(f"deadline_ms is {self.params['deadline_ms']}: it passed as a server was lost")
         return self.params | {"deadline_ms": max(int(left_ms - 1000 * round_trip_s), 1)}
 

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
-import time
 from array import array
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -94,7 +92,8 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
         num_tokens=max(len(data) // BYTES_PER_TOKEN, 1),
         chunks=chunk_hashes(data, CHUNK_TOKENS * BYTES_PER_TOKEN, str(tenant), str(salt)),
         chunk_tokens=CHUNK_TOKENS,
-        due=math.inf if request.left_ms is None else time.monotonic() + request.left_ms / 1000,
+        due=request.due(),
+        first_token_due=request.due("ttft_ms"),
         tells_start=request.stream,
     )
 

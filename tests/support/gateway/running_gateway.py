@@ -37,8 +37,8 @@ class RunningGateway:
         headers = {"Content-Type": "application/json", **options.pop("headers", {})}
         return self.session.post(f"{self.url}/v1/{path}", data=data, headers=headers, timeout=30, **options)
 
-    def complete(self, prompt: Any = "one two", **fields: Any) -> requests.Response:
-        return self.post("completions", {"model": "demo", "prompt": prompt, **fields})
+    def complete(self, prompt: Any = "one two", *, headers: Any = None, **fields: Any) -> requests.Response:
+        return self.post("completions", {"model": "demo", "prompt": prompt, **fields}, headers=headers or {})
 
     def chat(self, content: str = "one two", *, headers: Any = None, **fields: Any) -> requests.Response:
         messages = [{"role": "user", "content": content}]

@@ -36,6 +36,7 @@ from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.server.repository import write_entry
 from tidewheel.stats import EngineStats, Objective
 
 INFO = EngineInfo(
@@ -304,6 +305,16 @@ def test_an_engine_that_does_not_start_is_one_line(
     with pytest.raises(TritonModelException) as error:
         start(make_args(tmp_path))
     assert str(error.value) == str(failure)
+
+
+def test_an_engine_that_does_not_start_is_named_by_its_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeClient, "failure", ConfigError("max_model_len is 9: use 8"))
+    write_entry(tmp_path, "org/demo", "demo", {})
+    args = make_args(tmp_path, decoupled=False)
+    config = {"parameters": {"engine_of": {"string_value": "demo"}}}
+    twin = {"model_name": "demo_infer", "model_repository": str(tmp_path / "demo_infer")}
+    with pytest.raises(TritonModelException, match=r"^the engine of 'demo': max_model_len is 9: use 8$"):
+        start(args | twin | {"model_config": json.dumps(config)})
 
 
 def test_other_settings_are_followed_and_requests_end_where_they_are(

@@ -48,17 +48,19 @@ class TritonPythonModel:
             protect_texts()
             close_inherited_connections()
         close_shared_memory()
-        name = args["model_instance_name"]
+        name, owner = args["model_instance_name"], ""
         log.info("%s: engine package %s", name, tidewheel.__file__)
         try:
             self._settings = settings = load_settings(args)
+            if settings.owner is not settings.entry:  # whichever of the two fails first is reported
+                owner = f"the engine of {settings.owner.name!r}: "
             self._called = CalledModel(settings.engine) if settings.engine.is_remote else None
             model_dir = engine_dir(settings.owner.folder.parent, settings.owner.name)
             self._follower = Follower(model_dir, settings, choose_engine(model_dir, settings.engine), name)
         except (ConfigError, TidewheelError) as error:
-            raise pb_utils.TritonModelException(str(error)) from None
+            raise pb_utils.TritonModelException(f"{owner}{error}") from None
         except OSError as error:
-            raise pb_utils.TritonModelException(f"a file of the model or the run directory: {error}") from None
+            raise pb_utils.TritonModelException(f"{owner}a file of the model or the run directory: {error}") from None
         self._presence = Presence(args["model_name"])
 
     def is_ready(self) -> bool:

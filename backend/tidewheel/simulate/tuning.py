@@ -116,7 +116,8 @@ def _around(name: str, value: float, factors: Sequence[float], least: float = 1)
 
 
 def _step_budgets(config: EngineConfig, _: Objective) -> list[Change]:
-    return _around("max_num_batched_tokens", config.max_num_batched_tokens, (0.25, 0.5, 2, 4), least=16)
+    factors = (0.0625, 0.125, 0.25, 0.5, 2, 4)
+    return _around("max_num_batched_tokens", config.max_num_batched_tokens, factors, least=16)
 
 
 def _row_limits(config: EngineConfig, _: Objective) -> list[Change]:

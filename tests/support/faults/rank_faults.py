@@ -82,9 +82,10 @@ class _Points:
         self._num_passes = 0
 
     def order(self, *points: str) -> Order | None:
-        if not self._path.exists():
+        try:
+            order = msgspec.json.decode(self._path.read_bytes(), type=Order)
+        except FileNotFoundError:  # none, or the other rank has just carried it out
             return None
-        order = msgspec.json.decode(self._path.read_bytes(), type=Order)
         return order if order.point in points else None
 
     def passes(self, point: str) -> Order | None:

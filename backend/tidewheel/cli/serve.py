@@ -76,7 +76,7 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
     add("--triton-arg", dest="triton_arguments", action="append", default=[], metavar="ARG", help=text)
     text = "write all that tritonserver and its stubs print to FILE"
     add("--log-file", type=Path, metavar="FILE", help=text)
-    text = "record scheduling decisions of --model in DIR, for tidewheel simulate; no text, no tokens"
+    text = "record scheduling decisions of --model in DIR, for tidewheel simulate and tune; no text, no tokens"
     add("--record", type=Path, metavar="DIR", help=text)
     add("--allow-faults", action="store_true", help="serve with TIDEWHEEL_FAULTS set: for tests")
     add("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("record", type=Path, metavar="RECORD", help=text)
     text = "present settings: a model.json, an entry, or a repository of one entry (default: the recording's)"
     add("--settings", type=Path, metavar="PATH", help=text)
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a present setting (repeatable)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="replace one present setting (repeatable)")
     text = f"how long a step takes, as for simulate (default: fitted to the recording; for a trace {DEFAULT_COST})"
     add("--cost", metavar="FILE|NAME", help=text)
     text = (
@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "1 s, others in 0.1 s); p99 of the first token; or mean latency (default: %(default)s)"
     )
     add("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help=text)
-    text = "most simulations of half the record (default: %(default)s)"
+    text = "upper limit of simulations, each of half the record (default: %(default)s)"
     add("--simulations", type=int, default=60, metavar="N", help=text)
-    add("--seed", type=int, default=0, metavar="N", help="of the intervals (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed of the 95 %% intervals (default: %(default)s)")
     add("--json", action="store_true", help="print the result as JSON")
 
 

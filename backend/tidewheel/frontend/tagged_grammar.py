@@ -1,6 +1,6 @@
 """Rules of arguments between tags: strings without quotes, other values in JSON, in the order of the schema.
 
-A string is a terminal of its schema's patterns, without the closing tag. What no pattern can say is refused by name.
+A string matches its schema's patterns and has no closing tag. Keywords that no pattern expresses are refused by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = "([01][0-9]|2[0-3])(:[0-5][0-9]){2}(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _UUID = "[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}"
 _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "uuid": _UUID}
-# Strings that the reader of answers could take for a value of a type, or that begin as one: a lexer has to tell them.
+# By type: strings that begin as its values do. The gateway could read them as such values.
 _NUMBER = f"-?[0-9]{_ANY}"
 _NO_STRINGS = {
     "null": "null|None", "boolean": "true|false|True|False", "integer": _NUMBER, "number": _NUMBER,
@@ -122,7 +122,7 @@ def _allows(schema: Schema, word: bool | None) -> bool:
 
 
 def _string_patterns(place: str, schema: Schema, closing: str) -> Iterator[str]:
-    """Yield terminals, all of which a string fits."""
+    """Yield terminals that a string has to match, each of them."""
     _check_keys(place, schema, _STRING_KEYS)
     texts = [value for value in values_of(schema) or () if isinstance(value, str)]
     if any(closing in text for text in texts):

@@ -18,7 +18,7 @@ class MarkFinder:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def split(self, text: str) -> tuple[str, str, str]:
-        """Return the text before a mark, the mark, and the rest: without a mark, what may begin one."""
+        """Return the text before the first mark, the mark, and the rest. Without a mark, the rest may begin one."""
         if (found := self._pattern.search(text)) is not None:
             return text[: found.start()], found[0], text[found.end() :]
         for opener in self._openers.finditer(text, max(len(text) - self._longest, 0)):

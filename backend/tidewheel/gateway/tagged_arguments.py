@@ -12,7 +12,7 @@ from tidewheel.tool_formats.argument_types import STRING, Schema, has_type, type
 from tidewheel.tool_formats.tool_format import Tags
 
 _finder = cache(MarkFinder)
-_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that know no JSON
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # chat templates may write values as Python does
 
 
 class TaggedArguments:
@@ -29,17 +29,17 @@ class TaggedArguments:
         self._state: Callable[[], str | None] = self._between
 
     def read(self, text: str) -> tuple[str, str]:
-        """Return JSON, and the rest of the text: it needs more, or follows the call."""
+        """Return the JSON read so far, and the unread text, which needs more text or follows the call."""
         self._held, pieces = text, []
         while not self.has_ended and (piece := self._state()) is not None:
             pieces.append(piece)
         return "".join(pieces), self._held
 
     def cut(self, rest: str) -> str:
-        """Return JSON of the rest of a call that was cut off."""
+        """Return the JSON of the unread `rest` of a call that was cut off."""
         return _escaped(rest) if self._state == self._in_string else ""
 
-    # A state returns its part; None: it needs more text.
+    # Each state is a method that returns the JSON of its part, or None if it needs more text.
 
     def _between(self) -> str | None:
         _, mark, self._held = _finder((self._tags.opening, self._end)).split(self._held)
@@ -82,7 +82,7 @@ class TaggedArguments:
 
 
 def as_json(raw: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value: what it is as JSON if it has one of the types, else a string."""
+    """Return `raw` itself if it is JSON of one of the types, else as a JSON string."""
     text = _OF_PYTHON.get(raw.strip(), raw.strip())
     try:
         value = json.loads(text, parse_int=lambda _: 0, parse_constant=_refuse)
@@ -94,7 +94,7 @@ def as_json(raw: str, types: frozenset[str]) -> str:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _escaped(text: str) -> str:

@@ -253,7 +253,7 @@ class Upstreams:
             attempt.encode(attempt.request.params_left())
 
     def pause_session(self, attempt: Attempt, called: Iterable[str]) -> None:
-        """Tell the server of an answer, in the background, which tools its session waits for; ignore a failure."""
+        """Tell the server that answered which tools the session waits for, in the background; ignore a failure."""
         request, upstream = attempt.request, attempt.upstream
         params = {name: request.params[name] for name in ("session_id", "tenant") if name in request.params}
         tools = sorted((request.calls.tools or {}).keys() & {*called})

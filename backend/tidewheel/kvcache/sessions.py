@@ -19,9 +19,9 @@ from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 FETCHED_BLOCKS = 16  # brought back in one step
 FURTHER = 1.5  # times as far as the session that is brought back: the next turn of one that makes room for it
-FEW = 64  # paused sessions that are ranked whenever one has to leave
-RANKED = 128  # of more, whose order is used for `RANKED_S`
-RANKED_S = 0.25  # 4 ms rank 4,096 sessions
+FEW = 64  # up to so many paused sessions are ranked anew whenever one has to leave
+RANKED = 128  # with more than `FEW`, so many are ranked, and the order is used for `RANKED_S`
+RANKED_S = 0.25  # ranking 4,096 sessions takes 4 ms
 AT_ONCE = Duration(-7.0, 1.0)  # until a turn that has arrived begins
 
 
@@ -88,7 +88,7 @@ class SessionStore:
         # With blocks and without a pause, least recently used first.
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()
         self._paused: dict[SessionName, KVSession] = {}
-        # Paused sessions of each tier, the one that leaves it next last; made at `_ranked_at`.
+        # Paused sessions of each tier, ranked at `_ranked_at`. The last in the list leaves first.
         self._leave_pool: list[Departure] = []
         self._leave_host: list[Departure] = []
         self._ranked_at = -math.inf
@@ -296,7 +296,7 @@ class SessionStore:
             is_new = True
 
     def _rank(self) -> None:
-        """Order paused sessions: next, the one expected last, of the share that then holds most for its weight."""
+        """Rank paused sessions: each time, of the share with most blocks for its weight, the one expected last."""
         by_share: defaultdict[str, list[KVSession]] = defaultdict(list)
         for session in self._paused.values():
             by_share[self._share_of(session.tenant)].append(session)
@@ -331,7 +331,7 @@ class SessionStore:
             del self._held[share]
 
     def _seconds_left(self, session: KVSession) -> tuple[bool, float]:
-        """Return when the next turn is expected; of one that runs, first that its blocks would not become free."""
+        """Return `(is_idle, seconds to the next turn)`; evicting a session that is not idle frees no blocks."""
         assert session.pause is not None
         num_full = min(len(session.keys), len(session.blocks))
         is_idle = not num_full or self._pool.ref_count[session.blocks[num_full - 1]] == 0

@@ -1,4 +1,4 @@
-"""Requests of a recording as a trace, with the lengths that they had."""
+"""Requests of a recording as a trace, with their recorded prompt and output lengths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_recording(path: Path) -> bool:
 
 
 class RequestCollector(EventPlayer):
-    """Player that keeps the requests; after the replay they have their outputs."""
+    """Player that collects the requests, which have their outputs after the replay."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
@@ -44,7 +44,7 @@ def trace_of(recording: Recording, path: Path) -> Trace:
     """
     player = RequestCollector(scheduler_of(recording.header))
     if difference := play(recording, player).difference:
-        raise ConfigError(f"{path}: the replay differs, so it is of another version: {difference}")
+        raise ConfigError(f"{path}: the replay differs, so another version wrote it: {difference}")
     requests = sorted(player.requests, key=lambda request: request.arrival_time)
     outputs = np.array([request.num_output_tokens for request in requests])
     if not outputs.any():
@@ -87,7 +87,7 @@ def _sessions(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def _prefixes(requests: Sequence[Request], block_size: int) -> dict[str, Any]:
-    """Group requests whose first block is equal; a group shares what all its prompts begin with."""
+    """Group requests by equal first blocks. A group's shared prefix is the longest that all its prompts have."""
     leaders: dict[int, Request] = {}  # first of a group, by the token that names its first block
     shared: dict[int, int] = {}
     groups: list[int] = []

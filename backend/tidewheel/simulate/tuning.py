@@ -42,7 +42,7 @@ Change = Mapping[str, object]
 
 
 class Measure(NamedTuple):
-    """Figure of a load: `reduce` of a value for each request."""
+    """Figure of a load: `values` gives one value for each request, `reduce` makes one figure of them."""
 
     title: str
     unit: str
@@ -75,7 +75,7 @@ def _latency(outcomes: SimulationOutcomes) -> FloatArray:
 
 
 def _until_end(outcomes: SimulationOutcomes, times: FloatArray) -> FloatArray:
-    """Return times in which a lost request waits as long as the whole run."""
+    """Return `times`, with the length of the whole run for each request that did not finish."""
     return np.where(outcomes.finished, times, outcomes.span)
 
 
@@ -151,7 +151,7 @@ def _governors(_: EngineConfig, limits: Objective) -> list[Change]:
 
 
 def _weights(config: EngineConfig, _: Objective) -> list[Change]:
-    """Return other weights of one tenant each, which only the policy `fair` reads."""
+    """Return changes that halve or double one tenant's weight: none unless the policy is `fair`, the only reader."""
     tenants: dict[str, dict[str, Any]] = json.loads(config.tenants or "{}")
     if config.scheduling_policy != "fair" or len(tenants) < 2:
         return []
@@ -179,7 +179,7 @@ def _rounded(value: float) -> float:
 
 
 def tightest_objective(trace: Trace) -> Objective:
-    """Return the least limits of the requests' objectives; the default ones for those that no request has."""
+    """Return the least `ttft_s` and `tpot_s` of all requests; the default where no request sets one."""
     ttft, tpot = float(trace.ttft_objectives.min()), float(trace.tpot_objectives.min())
     usual = Objective()
     return Objective(
@@ -195,7 +195,7 @@ class Setting(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Figure of the second half; times in seconds, shares from 0 to 1."""
+    """Figure of the second half, now and as proposed; times in seconds, shares from 0 to 1."""
 
     measure: Measure
     part: str  # class; empty: all requests
@@ -206,10 +206,10 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Result of a search. `settings` is empty unless they are better on the half that the search has not seen."""
+    """Result of a search. `settings` is empty unless `found` is better on the second half too."""
 
-    found: tuple[Setting, ...]  # on the first half
-    predictions: tuple[Prediction, ...]  # of these; the objective first
+    found: tuple[Setting, ...]  # better on the first half
+    predictions: tuple[Prediction, ...]  # of `found`; the objective first
     num_simulations: int
 
     @property
@@ -229,7 +229,7 @@ class OutOfSimulations(Exception):
 
 
 class Search:
-    """Search for settings under which a load goes better. Equal arguments give equal results."""
+    """Search for settings that improve a measure of a load. Equal arguments give equal results."""
 
     def __init__(
         self,

@@ -41,12 +41,12 @@ def test_a_planted_fault_is_found() -> None:
     assert isinstance(setting.proposed, int) and setting.proposed >= 4
     first = result.predictions[0]
     assert first.proposed > first.now + 0.5 and first.difference.low > 0.3
-    assert result.num_simulations <= 12
+    assert result.num_simulations <= 12 and not result.is_complete
 
 
 def test_good_settings_are_kept() -> None:
     result = tuned(make_trace(120, rate=4.0, prompt="constant:16", output="constant:10"), num_simulations=40)
-    assert result == Tuning(found=(), predictions=(), num_simulations=result.num_simulations)
+    assert result == Tuning(found=(), predictions=(), num_simulations=result.num_simulations, is_complete=True)
     assert not result.settings
 
 
@@ -75,7 +75,7 @@ def test_half_a_load_has_sessions_that_begin_anew() -> None:
     ("count", "settings", "simulations", "text"),
     [
         (30, {}, 9, "the record has 30 requests: tune needs at least 100"),
-        (120, {}, 3, "3 simulations are too few: at least 4"),
+        (120, {}, 3, "num_simulations is 3: it must be at least 4"),
         (120, {"pressure_quantization": "int8"}, 9, "quantized_share"),
     ],
 )

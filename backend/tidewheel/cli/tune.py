@@ -78,6 +78,8 @@ def _load(args: argparse.Namespace) -> RecordedLoad:
     from tidewheel.simulate.replay import Recording
     from tidewheel.simulate.scenario import MODEL
 
+    if not args.record.is_file():
+        raise UsageError(f"RECORD {args.record}: no such file")
     settings: dict[str, object] = {}
     if is_recording(args.record):
         recording = Recording(args.record)
@@ -117,9 +119,10 @@ def _lines(load: RecordedLoad, most: int, tuning: Tuning) -> list[str]:
     from tidewheel.simulate.tuning import NOT_SIMULATED
 
     trace = load.trace
+    cut = "" if tuning.is_complete else ", which left values untried: raise --simulations"
     lines = [
         f"{len(trace)} requests in {trace.arrivals[-1]:.3g} s: the first half to choose, the second to judge",
-        f"{tuning.num_simulations} of at most {most} simulations, cost model {load.cost.name}",
+        f"{tuning.num_simulations} of at most {most} simulations{cut}; cost model {load.cost.name}",
         *(f"not simulated: {names} ({reason})" for names, reason in NOT_SIMULATED.items()),
         "",
     ]
@@ -161,6 +164,7 @@ def _as_json(tuning: Tuning) -> dict[str, object]:
         "settings": _proposal(tuning),
         "tried": [setting._asdict() for setting in tuning.found],
         "num_simulations": tuning.num_simulations,
+        "is_complete": tuning.is_complete,
         "predictions": [
             {
                 "figure": measure.title,

@@ -211,6 +211,7 @@ class Tuning:
     found: tuple[Setting, ...]  # better on the first half
     predictions: tuple[Prediction, ...]  # of `found`; the objective first
     num_simulations: int
+    is_complete: bool  # no values were left untried
 
     @property
     def is_better(self) -> bool:
@@ -253,7 +254,7 @@ class Search:
         if len(trace) < MIN_REQUESTS:
             raise ConfigError(f"the record has {len(trace)} requests: tune needs at least {MIN_REQUESTS}")
         if num_simulations < MIN_SIMULATIONS:
-            raise ConfigError(f"{num_simulations} simulations are too few: at least {MIN_SIMULATIONS}")
+            raise ConfigError(f"num_simulations is {num_simulations}: it must be at least {MIN_SIMULATIONS}")
         half = np.arange(len(trace)) < len(trace) // 2
         self._first, self._second = trace.taken(half), trace.taken(~half)
         self._config = config
@@ -268,15 +269,15 @@ class Search:
         self._seen: dict[EngineConfig, FloatArray] = {}
 
     def run(self) -> Tuning:
-        best = self._config
+        best, is_complete = self._config, True
         try:
             while (better := self._round(best)) != best:
                 best = better
         except OutOfSimulations as stopped:
-            (best,) = stopped.args
+            (best,), is_complete = stopped.args, False
         found = tuple(_settings(self._config, best))
         predictions = tuple(self._predictions(best)) if found else ()
-        return Tuning(found=found, predictions=predictions, num_simulations=self._num_done)
+        return Tuning(found=found, predictions=predictions, num_simulations=self._num_done, is_complete=is_complete)
 
     def _round(self, best: EngineConfig) -> EngineConfig:
         for coordinate in COORDINATES:

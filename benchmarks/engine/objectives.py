@@ -207,8 +207,9 @@ def capacities(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def measure(engine: Engine, vllm: WorkerProcess | None, loads: list[float], seconds: float) -> dict[str, Any]:
     run_engine(engine, make_trace(32, None, 98))  # warm-up
+    versions: dict[str, str] = {}
     if vllm is not None:
-        print(vllm.receive(LIMIT_S)["versions"])
+        versions = vllm.receive(LIMIT_S)["versions"]
         run_vllm(vllm, make_trace(32, None, 98), engine.info.vocab_size)
     lone = lone_times(engine)
     rate = throughput(run_engine(engine, make_trace(96, None, 99)).outcomes)
@@ -219,7 +220,12 @@ def measure(engine: Engine, vllm: WorkerProcess | None, loads: list[float], seco
         return make_trace(max(60, round(load * rate * seconds * times)), load * rate, 1, lone)
 
     rows = simulated(engine, cost, traces)
-    result = {"lone": lone._asdict(), "requests_per_s": rate, "cost_model": dataclasses.asdict(cost)}
+    result = {
+        "vllm": versions,
+        "lone": lone._asdict(),
+        "requests_per_s": rate,
+        "cost_model": dataclasses.asdict(cost),
+    }
     show(rows)
     return {**result, "runs": rows + measured(engine, vllm, loads, traces)}
 
@@ -247,7 +253,8 @@ def main() -> None:
     verdicts = {name: verdict(rows) for name, rows in places.items() if rows}
     for name, found in verdicts.items():
         print(name, found, f"goals: {GOAL:.0%} met at {GOAL_LOAD:.0%} of the throughput, ratio {RATIO:g}")
-    study.save({"settings": {**settings, **vars(arguments)}, **verdicts, **result})
+    chosen = {name: value for name, value in vars(arguments).items() if name != "vllm"}  # a path of this machine
+    study.save({"settings": {**settings, **chosen}, **verdicts, **result})
 
 
 if __name__ == "__main__":

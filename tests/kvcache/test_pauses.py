@@ -218,3 +218,11 @@ def test_of_thousands_of_pauses_the_order_is_made_now_and_then(monkeypatch: pyte
         assert turns.kv.allocate(row, 4)
     turns.kv.check_invariants()
     assert resident(turns.kv) == set()
+
+
+def test_a_closed_session_teaches_nothing() -> None:
+    turns = Turns(make_manager(8))
+    pausing(turns, {"a": "read"})
+    turns.kv.sessions.close("", "a")
+    turns.kv.sessions.arrive("", "a", 5000.0)
+    assert turns.kv.sessions.tools.begin("", "a", ["read"], 5000.0).duration.num_seen == 0

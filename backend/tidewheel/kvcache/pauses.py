@@ -82,6 +82,10 @@ class ToolDurations:
             for name in (tool, ""):
                 _put(self._durations, (tenant, name), self._of(tenant, name).with_seen(now - began), MAX_TOOLS)
 
+    def forget(self, tenant: str, session_id: str) -> None:
+        """End a session's pause without learning from it."""
+        self._running.pop((tenant, session_id), None)
+
     def _of(self, tenant: str, tool: str) -> Duration:
         known = self._durations.get((tenant, tool))
         return known or self._durations.get((tenant, ""), Duration())._replace(num_seen=0)

@@ -181,6 +181,7 @@ class SessionStore:
 
     def close(self, tenant: str, session_id: str) -> None:
         """End a session and free its blocks. Raise `NotFound` if unknown."""
+        self.tools.forget(tenant, session_id)
         if not self.remove(tenant, session_id):
             raise NotFound(f"session {session_id!r} is not known: it was never kept, expired, was closed or evicted")
 

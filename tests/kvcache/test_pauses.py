@@ -203,7 +203,7 @@ def test_of_thousands_of_pauses_the_order_is_made_now_and_then(monkeypatch: pyte
     store = turns.kv.sessions
     made: list[float] = []
     rank = store._rank
-    monkeypatch.setattr(store, "_rank", lambda: (made.append(store.now), rank())[1])
+    monkeypatch.setattr(store, "_rank", lambda *tier: (made.append(store.now), rank(*tier))[1])
     for row in range(50):
         assert turns.kv.allocate(row, 8)
         turns.kv.free(row)
@@ -226,3 +226,60 @@ def test_a_closed_session_teaches_nothing() -> None:
     turns.kv.sessions.close("", "a")
     turns.kv.sessions.arrive("", "a", 5000.0)
     assert turns.kv.sessions.tools.begin("", "a", ["read"], 5000.0).duration.num_seen == 0
+
+
+def test_a_session_that_pauses_in_the_host_tier_comes_back() -> None:
+    turns = Turns(make_manager(6, num_host_blocks=8))
+    learned(turns.kv, read=10.0)
+    pausing(turns, {"a": ""})
+    assert turns.kv.allocate(1, 24)
+    turns.step()
+    turns.kv.free(1)
+    for _ in range(3):
+        turns.kv.sessions.pause("", "a", ["read"], 0.0)
+    turns.kv.sessions.now = 9.5
+    turns.step()
+    assert resident(turns.kv) == {"a"}
+    turns.kv.check_invariants()
+
+
+def test_sessions_come_back_after_a_change_of_limits() -> None:
+    turns = Turns(make_manager(6, num_host_blocks=8))
+    learned(turns.kv, read=10.0)
+    pausing(turns, {"a": "read"})
+    assert turns.kv.allocate(1, 24)
+    turns.step()
+    turns.kv.free(1)
+    turns.kv.sessions.reconfigure(turns.kv.sessions.limits)
+    turns.kv.sessions.now = 9.5
+    turns.step()
+    assert resident(turns.kv) == {"a"}
+    turns.kv.check_invariants()
+
+
+@pytest.mark.parametrize("count", [60, 300])
+def test_blocks_come_free_however_many_paused_sessions_are_in_the_host_tier(count: int) -> None:
+    turns = Turns(make_manager(2 * count, num_host_blocks=4 * count))
+    learned(turns.kv, read=0.1, build=60.0)
+    pausing(turns, {f"s{number}": "build" if number % 3 else "read" for number in range(count)})
+    for row in range(count):
+        assert turns.kv.allocate(row, 8)
+        turns.step()
+    turns.kv.check_invariants()
+    assert resident(turns.kv) == set() and len(turns.kv.sessions) == count
+
+
+def test_only_what_may_leave_a_tier_counts_for_its_order() -> None:
+    """A tenant with much in the host tier alone does not give way in the pool as if it held that there."""
+    turns = Turns(make_manager(12, num_host_blocks=40))
+    store = turns.kv.sessions
+    store.tools._durations["a", "slow"] = Duration(9.0, 1.0, 9)
+    for number, tenant in enumerate("aaabba"):
+        name = f"s{number}"
+        turns.run(kv_request(name, [100 * number + token for token in range(8)], session_id=name, tenant=tenant))
+        store.pause(tenant, name, ["slow" if number == 5 else "x"], 0.0)
+        if number < 3:
+            store._evict(store._sessions[tenant, name])
+            turns.step()
+    assert turns.kv.allocate(9, 32)
+    assert [session.tenant for session in store._sessions.values() if session.blocks] == ["b", "a"]

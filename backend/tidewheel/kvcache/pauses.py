@@ -57,6 +57,10 @@ class Pause(NamedTuple):
     began: float
     duration: Duration
 
+    @property
+    def due(self) -> float:
+        return self.began + self.duration.lower_quartile
+
     def seconds_left(self, now: float) -> float:
         return self.duration.seconds_left(now - self.began)
 

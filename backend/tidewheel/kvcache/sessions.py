@@ -34,6 +34,12 @@ class SessionLimits(NamedTuple):
 Departure = tuple[KVSession, Pause | None]  # with the pause by which it was ranked
 
 
+class DepartureOrder(list[Departure]):
+    """Paused sessions of a tier, ranked at `ranked_at`. The last in the list leaves first."""
+
+    ranked_at = -math.inf
+
+
 class TenantSessions(dict[str, KVSession]):
     """Sessions of one tenant by id, least recently used first."""
 
@@ -88,12 +94,9 @@ class SessionStore:
         # With blocks and without a pause, least recently used first.
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()
         self._paused: dict[SessionName, KVSession] = {}
-        # Paused sessions of each tier, ranked at `_ranked_at`. The last in the list leaves first.
-        self._leave_pool: list[Departure] = []
-        self._leave_host: list[Departure] = []
-        self._ranked_at = -math.inf
+        self._leave_pool, self._leave_host = DepartureOrder(), DepartureOrder()
         self._held: Counter[str] = Counter()  # blocks in the pool, by share
-        self._returns = EventHeap[KVSession](lambda event: self._paused.get(event.subject.name) is event.subject)
+        self._returns = EventHeap[KVSession](lambda event: self._is_due(event.subject, event.time))
         self._coming: deque[KVSession] = deque()
         self._tenants: dict[str, TenantSessions] = {}
         self._accounts = Tally()
@@ -144,6 +147,7 @@ class SessionStore:
             self._paused[session.name] = session
             if not session.blocks:
                 self._keep_in_host(session)
+                self._queue_return(session, session.pause)
 
     def arrive(self, tenant: str, session_id: str, now: float) -> None:
         """Note the arrival of a session's next turn."""
@@ -161,6 +165,7 @@ class SessionStore:
         self._add_blocks(session.tenant, len(session.blocks))
         if session.pause is not None:
             self._paused[session.name] = session
+            self._queue_return(session, session.pause)
         elif session.blocks:
             self._resident[session.name] = session
         account = self._count(session.tenant, 1)
@@ -280,11 +285,11 @@ class SessionStore:
             return resident or paused
         return paused if self._held_for_weight(paused.tenant) > self._held_for_weight(resident.tenant) else resident
 
-    def _next_of(self, departures: list[Departure], is_candidate: Callable[[KVSession], bool]) -> KVSession | None:
+    def _next_of(self, departures: DepartureOrder, is_candidate: Callable[[KVSession], bool]) -> KVSession | None:
         """Return the next candidate in order; if there are many paused sessions, the order may be `RANKED_S` old."""
-        is_new = len(self._paused) <= FEW or self.now >= self._ranked_at + RANKED_S
+        is_new = len(self._paused) <= FEW or self.now >= departures.ranked_at + RANKED_S
         if is_new:
-            self._rank()
+            self._rank(departures, is_candidate)
         while True:
             while departures:
                 session, pause = departures[-1]
@@ -293,13 +298,13 @@ class SessionStore:
                 departures.pop()
             if is_new:
                 return None
-            self._rank()
+            self._rank(departures, is_candidate)
             is_new = True
 
-    def _rank(self) -> None:
-        """Rank paused sessions: each time, of the share with most blocks for its weight, the one expected last."""
+    def _rank(self, departures: DepartureOrder, is_candidate: Callable[[KVSession], bool]) -> None:
+        """Rank candidates: each time, of the share with most blocks for its weight, the one expected last."""
         by_share: defaultdict[str, list[KVSession]] = defaultdict(list)
-        for session in self._paused.values():
+        for session in filter(is_candidate, self._paused.values()):
             by_share[self._share_of(session.tenant)].append(session)
         heap: list[tuple[float, str, list[KVSession], float]] = []
         for share, of_share in by_share.items():
@@ -315,9 +320,8 @@ class SessionStore:
             if left:
                 num_held = len(session.blocks) + len(session.host_slots)
                 heapq.heappush(heap, (held + num_held / weight, share, left, weight))
-        for departures in (self._leave_pool, self._leave_host):
-            departures[:] = order[::-1]
-        self._ranked_at = self.now
+        departures[:] = order[::-1]
+        departures.ranked_at = self.now
 
     def _share_of(self, tenant: str) -> str:
         return account_of(self.limits.tenants, tenant) if self.limits.tenants else tenant
@@ -344,8 +348,15 @@ class SessionStore:
             return
         self.give_up_blocks(session)
         if session.pause is not None:
-            due = session.pause.began + session.pause.duration.lower_quartile
-            self._returns.push(due, session, len(self._paused))
+            self._queue_return(session, session.pause)
+
+    def _queue_return(self, session: KVSession, pause: Pause) -> None:
+        self._returns.push(pause.due, session, len(self._paused))
+
+    def _is_due(self, session: KVSession, time: float) -> bool:
+        """Return whether the session still waits for the turn whose pause had it return at `time`."""
+        pause = session.pause
+        return self._paused.get(session.name) is session and pause is not None and pause.due == time
 
     def _fetch(self, session: KVSession, keep_free: int) -> bool:
         """Queue the return of a session's next blocks. Return whether more may follow."""

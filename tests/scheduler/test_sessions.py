@@ -6,7 +6,7 @@ import pytest
 
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import NotFound
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Priority, Request
 
 
 def turn(request_id: str, prompt: list[int], *, max_tokens: int = 3) -> Request:
@@ -84,3 +84,27 @@ def test_slots_without_a_token_are_counted() -> None:
     driver.step()
     stats = driver.scheduler.stats()
     assert (stats.num_taken_slots, stats.num_used_slots, stats.num_wasted_slots) == (12, 5, 2)
+
+
+def test_no_session_comes_back_to_blocks_that_a_waiting_request_lacks() -> None:
+    driver = SchedulerDriver(num_blocks=8, num_host_blocks=16, max_num_seqs=4, max_num_batched_tokens=64)
+    kv = driver.kv
+    for _ in range(40):
+        kv.sessions.tools.begin("", "learn", ["read"], 0.0)
+        kv.sessions.tools.end("", "learn", 10.0)
+    driver.add(turn("a", [*range(12)]))
+    driver.run()
+    driver.scheduler.pause_session("", "s", ["read"], driver.now)
+    begun = driver.now
+    driver.add(make_request("takes all", prompt=[50] * 31, max_tokens=1))
+    driver.run()
+    assert kv.sessions.num_blocks("") == 0
+    driver.add(make_request("runs", prompt=[60] * 5, max_tokens=11))
+    driver.step()
+    driver.now = begun + 9.5
+    driver.add(make_request("lacks blocks", prompt=[70] * 25, priority=Priority.NORMAL, max_tokens=1))
+    driver.step()
+    assert driver.scheduler._state.blocked is not None
+    assert kv.sessions.num_blocks("") == 0
+    driver.run()
+    driver.scheduler.check_invariants()

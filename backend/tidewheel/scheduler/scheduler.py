@@ -156,7 +156,8 @@ class Scheduler:
     def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
         state = self._state
         step_id = state.stats.num_steps
-        transfers = state.kv.take_transfers(step_id, keep_free=state.columns.num_running)
+        num_needed = 0 if state.blocked is None else state.blocked.num_needed
+        transfers = state.kv.take_transfers(step_id, keep_free=max(state.columns.num_running, num_needed))
         batch = plan.to_batch(step_id, state.columns.take_left_rows(), transfers)
         rows = batch.rows.astype(np.intp)
         batch = self._control.choose_weights(batch, rows)

@@ -119,13 +119,18 @@ def test_a_session_comes_back_before_its_turn() -> None:
     assert (len(hit.block_ids), hit.host_keys) == (2, ())
 
 
+def push_out(turns: Turns) -> None:
+    """Let a row take all 6 blocks of the pool for a step, so that sessions move to the host tier."""
+    assert turns.kv.allocate(1, 24)
+    turns.step()
+    turns.kv.free(1)
+
+
 def test_no_session_comes_back_to_blocks_that_rows_need() -> None:
     turns = Turns(make_manager(6, num_host_blocks=8))
     learned(turns.kv, read=10.0)
     pausing(turns, {"a": "read"})
-    assert turns.kv.allocate(1, 24)
-    turns.step()
-    turns.kv.free(1)
+    push_out(turns)
     turns.kv.sessions.now = 9.5
     assert not len(turns.kv.take_transfers(50, keep_free=5).swap_in_blocks)
 
@@ -232,9 +237,7 @@ def test_a_session_that_pauses_in_the_host_tier_comes_back() -> None:
     turns = Turns(make_manager(6, num_host_blocks=8))
     learned(turns.kv, read=10.0)
     pausing(turns, {"a": ""})
-    assert turns.kv.allocate(1, 24)
-    turns.step()
-    turns.kv.free(1)
+    push_out(turns)
     for _ in range(3):
         turns.kv.sessions.pause("", "a", ["read"], 0.0)
     turns.kv.sessions.now = 9.5
@@ -247,9 +250,7 @@ def test_sessions_come_back_after_a_change_of_limits() -> None:
     turns = Turns(make_manager(6, num_host_blocks=8))
     learned(turns.kv, read=10.0)
     pausing(turns, {"a": "read"})
-    assert turns.kv.allocate(1, 24)
-    turns.step()
-    turns.kv.free(1)
+    push_out(turns)
     turns.kv.sessions.reconfigure(turns.kv.sessions.limits)
     turns.kv.sessions.now = 9.5
     turns.step()

@@ -31,7 +31,6 @@ AnyTask = Literal[Task, "infer"]  # "infer": of a one-shot model
 WORDS, WEIGHTS = "embedding_bias_words", "embedding_bias_weights"
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "qos_class", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
-_SESSION_ORDERS = ("close_session", "pause_session")
 _SERVICE = frozenset({"priority", "tenant", "deadline_ms", "soft_deadline_ms"})
 _TOKENIZE = _SERVICE | {"add_special_tokens", "add_generation_prompt", "return_token_strs"}
 _EMBED = _SERVICE | {"add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens"}
@@ -263,7 +262,9 @@ def _take(given: dict[str, _GivenValue], struct: type[msgspec.Struct]) -> dict[s
 
 
 def _take_options(given: dict[str, _GivenValue]) -> RequestOptions:
-    order = next((name for name in _SESSION_ORDERS if name in given and given[name].value), "")
-    if order and (others := sorted(given.keys() - {order, "session_id", "tenant"})):
+    names = set(given)
+    options = RequestOptions(**_take(given, RequestOptions))
+    order = options.session_order
+    if order and (others := sorted(names - {order, "session_id", "tenant"})):
         raise InvalidRequest(f"{order} is set: it goes with session_id and tenant, not with {others[0]}")
-    return RequestOptions(**_take(given, RequestOptions))
+    return options

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.lora import LoraLoad
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams, TopLogprobs
 
@@ -75,6 +76,8 @@ class ScheduledBatch:
     transfers: TransferArrays = NO_TRANSFERS
     weights: WeightVariant = "full"
     bucket: str = ""  # of requests without text
+    lora_slots: Int32Array = field(default_factory=no_ids)  # [n] or `NO_SLOT`; empty: no row has an adapter
+    lora_loads: tuple[LoraLoad, ...] = ()  # before the forward pass
 
 
 class RowError(Exception):

@@ -34,7 +34,7 @@ _AT_LEAST_ONE = (
     "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens", "predictor_prior_tokens",
     "long_prefill_token_threshold", "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks",
     "kv_cache_memory_mb", "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
-    "max_input_mb", "tensor_parallel_size",
+    "max_input_mb", "tensor_parallel_size", "max_loras", "max_cpu_loras",
 )  # fmt: skip
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
@@ -51,6 +51,7 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     "governor_target_latency_ms": (0.01, 60_000.0),
     "pressure_memory": (0.01, 1.0),
     "pressure_latency_ms": (0.01, 60_000.0),
+    "max_lora_rank": (1, 256),
     "device_slice_ms": (0.0, 60_000.0),
     "device_weight": (0.01, 100.0),
     "device_memory_share": (0.01, 1.0),
@@ -121,6 +122,13 @@ class EngineConfig(SchedulingSettings):
     max_logprobs: int = 20  # most log-probabilities that a request may ask for per token
     num_threads: int | None = None  # CPU threads of each rank; none: all free cores, one for small models
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
+
+    # adapters
+    enable_lora: bool = False  # requests may name a LoRA adapter; native text models
+    max_loras: int = 8  # adapters that compute in one step; each has a slot on the device
+    max_lora_rank: int = 16  # largest rank of an adapter; on a GPU each slot takes memory for it
+    max_cpu_loras: int | None = None  # adapters kept in host memory; none: four times max_loras
+    lora_dir: str = "loras"  # folder, relative to the version folder, below which adapters may be loaded by clients
 
     # KV cache
     kv_cache_dtype: CacheDType = "auto"  # auto: the model's; fp8_e4m3, fp8: 8-bit floats; int8: integers, on a CPU
@@ -307,7 +315,8 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "kv_cache_dtype", "block_size", "num_blocks", "kv_cache_memory_mb", "gpu_memory_utilization", "enforce_eager",
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
     "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
-    "target_tpot_ms", "tensor_parallel_size",
+    "target_tpot_ms", "tensor_parallel_size", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
+    "lora_dir",
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tidewheel.errors import TidewheelError
 from tidewheel.grammar import RowGrammar
+from tidewheel.lora import Lora
 from tidewheel.sampling import LogitBias, SamplingParams, TopLogprobs
 
 
@@ -95,7 +96,8 @@ class Request:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: LogitBias | None = None  # in place of the biases of `sampling`
     grammar: RowGrammar | None = None
-    cache_salt: str = ""
+    cache_salt: str = ""  # with the adapter's version: adapters share no blocks
+    lora: Lora | None = None  # adapter; None: the base model
     pooling: Pooling = ""
     tenant: str = ""
     deadline: float | None = None  # ends the request in any state

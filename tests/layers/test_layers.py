@@ -43,6 +43,7 @@ LAYERS = {
     "tidewheel.engine_arguments": 0,
     "tidewheel.tenants": 0,
     "tidewheel.grammar": 0,
+    "tidewheel.lora": 0,
     "tidewheel.tool_formats": 0,
     "tidewheel.sampling": 0,
     "tidewheel.parameters": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Literal
 
 from tidewheel.engine_arguments import ENTRY_ARGUMENTS, HONOURED, translate
 from tidewheel.errors import ConfigError
+from tidewheel.lora import parse_loras, read_multi_lora
 from tidewheel.sampling import MAX_LOGPROBS
 from tidewheel.settings import check_known, take_settings
 from tidewheel.tenants import parse_tenants
@@ -125,9 +127,10 @@ class EngineConfig(SchedulingSettings):
 
     # adapters
     enable_lora: bool = False  # requests may name a LoRA adapter; native text models
-    max_loras: int = 8  # adapters that compute in one step; each has a slot on the device
+    max_loras: int = 8  # adapters that compute in one step, each in a slot of the device; at most max_cpu_loras
     max_lora_rank: int = 16  # largest rank of an adapter; on a GPU each slot takes memory for it
     max_cpu_loras: int | None = None  # adapters kept in host memory; none: four times max_loras
+    lora_modules: str = ""  # folders of adapters by name; empty: those of multi_lora.json in the version folder
     lora_dir: str = "loras"  # folder, relative to the version folder, below which adapters may be loaded by clients
 
     # KV cache
@@ -190,6 +193,7 @@ class EngineConfig(SchedulingSettings):
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size is {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         parse_tenants(self.tenants)
+        parse_loras(self.lora_modules)
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
@@ -216,6 +220,7 @@ class EngineConfig(SchedulingSettings):
             self._check_deterministic()
         self._check_kind()
         self._check_pressure()
+        self._check_lora()
         if self.swap_space > 0.0 and not self.enable_prefix_caching:
             raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
         if self.preemption_mode == "swap" and self.swap_space == 0.0:
@@ -257,6 +262,15 @@ class EngineConfig(SchedulingSettings):
                     f"and is made of exact weights; set {name} to {allowed[-1]}, or pressure_quantization to none"
                 )
 
+    def _check_lora(self) -> None:
+        if self.lora_modules.strip() and not self.enable_lora:
+            raise ConfigError("lora_modules is set, and enable_lora is not: set both, or none")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {self.max_cpu_loras}, and max_loras {self.max_loras}: adapters on the device stay "
+                "in host memory too; raise max_cpu_loras, or lower max_loras"
+            )
+
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
         """Return the config from text or JSON values, by our names or vLLM's. `base_dir`: base of relative paths."""
@@ -272,6 +286,12 @@ class EngineConfig(SchedulingSettings):
         for key in ("model", "tokenizer", "generation_config"):
             if values.get(key) and base_dir is not None and (base_dir / str(values[key])).exists():
                 values[key] = str((base_dir / str(values[key])).resolve())
+        if (max_cpu_loras := values.get("max_cpu_loras")) is not None:
+            values.setdefault("max_loras", max(1, min(cls.__dataclass_fields__["max_loras"].default, max_cpu_loras)))
+        if values.get("enable_lora") and base_dir is not None:
+            values["lora_dir"] = str((base_dir / values.get("lora_dir", "loras")).resolve())
+            if not values.get("lora_modules") and (folders := read_multi_lora(base_dir)):
+                values["lora_modules"] = json.dumps(folders)
         return cls(**values)
 
     @property
@@ -316,7 +336,7 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
     "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
     "target_tpot_ms", "tensor_parallel_size", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
-    "lora_dir",
+    "lora_dir", "lora_modules",
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})

@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tidewheel.errors import TidewheelError
+from tidewheel.errors import ConfigError, TidewheelError
+from tidewheel.parameters import control_character
+from tidewheel.regular_files import parse_object, read_text
 
 NO_SLOT = -1  # of rows that the base model computes
+MULTI_LORA = "multi_lora.json"  # in the version folder: folders of adapters by name
+PEFT_CONFIG = "adapter_config.json"  # in an adapter's folder
+MAX_LORA_NAMES = 4096
+MAX_LORA_NAME_CHARS = 128
+_MAX_FILE_BYTES = 16 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -31,3 +38,36 @@ class LoraLoad(NamedTuple):
 
     slot: int  # in [0, max_loras)
     lora: Lora  # its weights are loaded
+
+
+def check_lora_name(name: str, where: str) -> None:
+    """Raise `ConfigError`, which begins with `where`, for a name that no adapter may have."""
+    if not name or len(name) > MAX_LORA_NAME_CHARS:
+        raise ConfigError(f"{where} has a name of {len(name)} characters: it must be 1 to {MAX_LORA_NAME_CHARS}")
+    if control := control_character(name):
+        raise ConfigError(f"{where} has a name with {control}: remove it")
+
+
+def parse_loras(text: str, where: str = "lora_modules") -> dict[str, str]:
+    """Parse ``{"name": "folder"}``; empty text names no adapters. Raise `ConfigError`, which begins with `where`."""
+    loras = parse_object(text, where) if text.strip() else {}
+    if len(loras) > MAX_LORA_NAMES:
+        raise ConfigError(f"{where} names {len(loras)} adapters: at most {MAX_LORA_NAMES} are allowed")
+    folders = {}
+    for name, folder in loras.items():
+        check_lora_name(name, where)
+        if not isinstance(folder, str) or not folder or control_character(folder):
+            raise ConfigError(f"{where}: {name} is {folder!r}: it must be the path of the adapter's folder")
+        folders[name] = folder
+    return folders
+
+
+def read_multi_lora(version_folder: Path) -> dict[str, str]:
+    """Return the absolute folders of `multi_lora.json` by name. Raise `ConfigError`.
+
+    Relative paths start at the version folder, or at the working directory if they lead nowhere from there.
+    """
+    path = version_folder / MULTI_LORA
+    folders = parse_loras(read_text(path, _MAX_FILE_BYTES) or "", str(path))
+    starts = {name: version_folder if (version_folder / one).exists() else Path() for name, one in folders.items()}
+    return {name: str((starts[name] / one).absolute()) for name, one in folders.items()}

@@ -12,7 +12,9 @@ from tidewheel.errors import ConfigError
 MIB = 1 << 20
 GIB = 1 << 30
 # Text in `config.pbtxt`, an object in `model.json`.
-JSON_SETTINGS = ("tenants", "override_generation_config", "buckets", "batch_axes", "adapter_options")
+JSON_SETTINGS = (
+    "tenants", "override_generation_config", "buckets", "batch_axes", "adapter_options", "lora_modules",
+)  # fmt: skip
 _MOST_SHOWN = 16
 _MAX_PATH_BYTES = 1024
 _MAX_NAME_BYTES = 255

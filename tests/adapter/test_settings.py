@@ -192,7 +192,9 @@ def test_every_default_of_vllm_loads(tmp_path: Path, form: str) -> None:
     else:
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
         engine = load(folder, texts).engine
-    unlike_ours = {"scheduling_policy": "fifo", "generation_config": "auto", "gpu_memory_utilization": 0.92}
+    unlike_ours = {
+        "scheduling_policy": "fifo", "generation_config": "auto", "gpu_memory_utilization": 0.92, "max_loras": 1,
+    }  # fmt: skip
     assert engine.to_settings() == {"model": "m", "swap_space": 4.0, **unlike_ours}
 
 
@@ -235,7 +237,9 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "tenants": "acme"}, ["tenants is not JSON"]),
         ({"model": "m", "preemption_mode": "swap"}, ["preemption_mode", "swap_space"]),
         ({"model": "m", "override_generation_config": '{"top_p": 7}'}, ["override_generation_config", "top_p is 7"]),
-        ({"model": "m", "enable_lora": "True"}, ["enable_lora", "LoRA is not offered"]),
+        ({"model": "m", "lora_modules": '{"a": "/a"}'}, ["lora_modules is set", "enable_lora is not"]),
+        ({"model": "m", "enable_lora": "True", "lora_modules": '{"a": 1}'}, ["lora_modules: a is 1", "path"]),
+        ({"model": "m", "max_loras": "9", "max_cpu_loras": "8"}, ["max_cpu_loras is 8, and max_loras 9", "raise"]),
         ({"model": "m", "engine_off": "demo"}, ["'engine_of'"]),
         ({"model": "m", "zzz": "1"}, ["unknown setting 'zzz'; docs/settings.md lists them"]),
         ({"model": "m", "session_ttl_s": "7200"}, ["session_ttl_s", "7200", "3600"]),
@@ -254,6 +258,24 @@ def assert_one_line(folder: Path, parameters: dict[str, str], words: list[str]) 
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_adapters_of_multi_lora_json(tmp_path: Path, enabled: bool) -> None:
+    folder = write_entry(tmp_path, "demo", {"model": "m", "enable_lora": str(enabled)})
+    (folder / "1" / "near").mkdir()
+    (folder / "1" / "multi_lora.json").write_text('{"a": "/adapters/a", "b": "near", "c": "far"}')
+    engine = load(folder, {"model": "m", "enable_lora": str(enabled)}).engine
+    paths = {"a": "/adapters/a", "b": f"{folder}/1/near", "c": str(Path("far").absolute())}
+    assert engine.lora_modules == (json.dumps(paths) if enabled else "")
+    assert engine.lora_dir == (f"{folder}/1/loras" if enabled else "loras")
+
+
+def test_wrong_multi_lora_json(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {"model": "m", "enable_lora": "true"})
+    (folder / "1" / "multi_lora.json").write_text("[]")
+    words = ["multi_lora.json", "list", "JSON object"]
+    assert_one_line(folder, {"model": "m", "enable_lora": "true"}, words)
 
 
 def test_twin_takes_the_settings_of_its_engine(tmp_path: Path) -> None:

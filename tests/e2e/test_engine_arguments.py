@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 CONFIG = 'backend: "tidewheel"\nmodel_transaction_policy { decoupled: true }\n'
 HARMLESS = {
-    "disable_log_requests": False, "enable_lora": False, "max_loras": 4, "quantization": None, "dtype": "float",
+    "disable_log_requests": False, "enable_lora": False, "lora_dtype": "auto", "quantization": None, "dtype": "float",
     "scheduling_policy": "fcfs", "enable_chunked_prefill": True, "tensor_parallel_size": 1, "data_parallel_size": 1,
     "distributed_executor_backend": "mp", "revision": "main", "download_dir": None, "tokenizer_mode": "auto",
     "cpu_offload_gb": 0, "compilation_config": {"level": 3}, "max_seq_len_to_capture": 8192, "task": "generate",
@@ -72,7 +72,7 @@ def test_one_line_names_what_has_no_effect(server: Server) -> None:
     lines = [line for line in server.log.read_text().splitlines() if "no effect here: " in line]
     assert len(lines) == 1
     names = lines[0].partition("no effect here: ")[2].split(", ")
-    assert {"enable_lora", "max_loras", "data_parallel_size", "ENABLE_VLLM_HEALTH_CHECK"} <= set(names)
+    assert {"lora_dtype", "data_parallel_size", "ENABLE_VLLM_HEALTH_CHECK"} <= set(names)
     assert not {"quantization", "dtype", "max_logprobs"} & set(names)
 
 

@@ -174,7 +174,7 @@ def test_gguf_file_that_cannot_be_served(
         ("max_model_len", "1000000", "1024"),
         ("block_size", "17", "block_size"),
         ("kv_cache_memory_mb", "100000000", "host memory does not suffice"),
-        ("enable_lora", "True", "LoRA is not offered"),
+        ("max_lora_rank", "512", "1 to 256"),
     ],
 )
 def test_bad_setting_in_the_entry(server: Server, entry: Path, parameter: str, value: str, word: str) -> None:

@@ -111,7 +111,7 @@ MISTAKES = {
         '{"enable_auto_tool_choice": true}',
     ),
     "no effect": Mistake(
-        "settings", "model.json:1:2", "max_loras", "no effect here … LoRA", "", '{"max_loras": 2}', "note"
+        "settings", "model.json:1:2", "lora_dtype", "no effect here … LoRA", "", '{"lora_dtype": "auto"}', "note"
     ),
     "a dialect that Triton does not see": Mistake(
         "settings", "model.json:1:2", "io_dialect", "io_dialect in config.pbtxt", "", '{"io_dialect": "trtllm"}'

@@ -82,8 +82,9 @@ def test_what_is_not_offered_is_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("enable_lora", True, "LoRA is not offered; remove it"),
-        ("enable_lora", "True", "LoRA is not offered"),
+        ("default_mm_loras", {"image": "/a"}, "adapters of images, and of bitsandbytes weights, are not offered"),
+        ("qlora_adapter_name_or_path", "a/b", "are not offered; remove it"),
+        ("max_lora_rank", 512, "it must be 1 to 256"),
         ("quantization", "quip", "quantization is 'quip': choose one of auto, none, fp8, int8, int4"),
         ("quantization_config", {"bits": 4}, "describes its quantised weights"),
         ("pipeline_parallel_size", "4", "layers are not spread over devices; set it to 1, and tensor_parallel_size"),
@@ -137,6 +138,9 @@ def test_a_token_is_not_repeated() -> None:
         ({"seed": None, "max_num_seqs": "none"}, {"seed": 0, "max_num_seqs": 256}),
         ({"tokenizer": "m"}, {"tokenizer": ""}),
         ({"revision": "v1", "tokenizer_revision": "v1"}, {"revision": "v1"}),
+        ({"enable_lora": "true", "max_cpu_loras": "None"}, {"enable_lora": True, "max_cpu_loras": None}),
+        ({"max_cpu_loras": 4}, {"max_loras": 4, "max_cpu_loras": 4}),
+        ({"max_cpu_loras": 16}, {"max_loras": 8}),
         ({"override_generation_config": {"top_k": 3}}, {"override_generation_config": '{"top_k": 3}'}),
     ],
     ids=str,
@@ -156,8 +160,10 @@ def test_two_names_of_one_setting() -> None:
 
 def test_one_line_names_what_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    EngineConfig.from_settings({"model": "m", "enable_lora": False, "max_loras": 8, "seed": 3, "quantization": None})
-    assert [record.message for record in caplog.records] == ["no effect here: enable_lora, max_loras"]
+    EngineConfig.from_settings(
+        {"model": "m", "lora_dtype": "auto", "enable_eplb": False, "seed": 3, "quantization": None}
+    )
+    assert [record.message for record in caplog.records] == ["no effect here: enable_eplb, lora_dtype"]
 
 
 @pytest.mark.parametrize(

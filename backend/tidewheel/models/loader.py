@@ -126,8 +126,11 @@ def plan_model(
         kind: type[NativeModel] = Decoder if traits is not None else Whisper
         shape = parse_whisper(fields) if traits is None else parse_config(fields, traits)
         if traits is None:
-            offered = {"deterministic": (False,), "kv_cache_dtype": ("auto", "int8"), "tensor_parallel_size": (1,)}
-            cause = f"{WHISPER} has no batch-invariant products, no scales for fp8, and layers that are not split"
+            offered = {
+                "deterministic": (False,), "kv_cache_dtype": ("auto", "int8"), "tensor_parallel_size": (1,),
+                "enable_lora": (False,),
+            }  # fmt: skip
+            cause = f"{WHISPER} has no batch-invariant products, no scales for fp8, and layers without shards or LoRA"
             refuse_others(config, offered, cause)
         if isinstance(shape, ModelConfig):
             check_num_ranks(shape, shard.num_ranks)
@@ -192,7 +195,7 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:
     offered: dict[str, Sequence[object]] = {
         "quantization": ("auto", "none"), "pressure_quantization": ("none",), "deterministic": (False,),
-        "tensor_parallel_size": (1,),
+        "tensor_parallel_size": (1,), "enable_lora": (False,),
     }  # fmt: skip
     cause = f"{architecture} runs through transformers, whose weights and products stay as they are"
     refuse_others(config, offered, cause)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated
 
@@ -12,6 +13,14 @@ from tidewheel.tenants import MAX_TENANT_CHARS
 
 _option = partial(Parameter, is_tensor=False)
 MAX_CALLED_TOOLS = 64
+MAX_LORA_NAME_CHARS = 128
+MAX_LORA_PATH_BYTES = 4096
+# Options that make a request an order, without a prompt, each with those that go with it.
+ORDERS: Mapping[str, tuple[str, ...]] = {
+    "close_session": ("session_id", "tenant"),
+    "pause_session": ("session_id", "tenant"),
+    "lora_order": ("lora_name", "lora_path", "tenant"),
+}
 MAX_DEADLINE_MS = 30 * 86_400_000.0  # later ones count as this
 
 
@@ -64,6 +73,15 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             max_entries=MAX_CALLED_TOOLS, max_bytes=256, is_printable=True,
         ),
     ] = ()  # fmt: skip
+    lora_name: Annotated[
+        str, _option("LoRA adapter; not given: the base model", max_chars=MAX_LORA_NAME_CHARS, is_printable=True)
+    ] = ""
+    lora_order: Annotated[
+        str, _option("order about adapters, without a prompt", choices=("load", "unload", "list"))
+    ] = ""
+    lora_path: Annotated[
+        str, _option("folder of the adapter to load", max_bytes=MAX_LORA_PATH_BYTES, is_printable=True)
+    ] = ""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -79,15 +97,25 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not self.session_id and self.session_ttl_s is not None:
             ttl = f"session_ttl_s is {self.session_ttl_s:.12g}"
             raise InvalidRequest(f"{ttl}, and session_id is not set: set both or none")
-        if not self.session_id and self.session_order:
-            raise InvalidRequest(f"{self.session_order} is set, and session_id is not: name the session")
+        if not self.session_id and "session_id" in ORDERS.get(self.order, ()):
+            raise InvalidRequest(f"{self.order} is set, and session_id is not: name the session")
+        self._check_lora_order()
         if self.session_id and self.n > 1:
             raise InvalidRequest(f"n is {self.n} with a session_id: a session goes on from one sequence")
 
+    def _check_lora_order(self) -> None:
+        if self.lora_path and self.lora_order != "load":
+            raise InvalidRequest("lora_path is set: it goes with lora_order load")
+        if self.lora_order == "load" and not self.lora_path:
+            raise InvalidRequest("lora_order is load, and lora_path is not set: name the adapter's folder")
+        if self.lora_order and bool(self.lora_name) != (self.lora_order != "list"):
+            wanted = "leave lora_name out" if self.lora_name else "set lora_name"
+            raise InvalidRequest(f"lora_order is {self.lora_order}: {wanted}")
+
     @property
-    def session_order(self) -> str:
-        """Return the option that makes this an order about a session, without a prompt; empty if none does."""
-        return "close_session" if self.close_session else "pause_session" if self.pause_session else ""
+    def order(self) -> str:
+        """Return the option that makes this an order about a session or adapters; empty for a prompt."""
+        return next((name for name in ORDERS if getattr(self, name)), "")
 
     def deadline_ns(self, arrival_ns: int, timeout_us: int = 0) -> int:
         """Return the earlier of `deadline_ms` and `timeout_us` as a time on the clock of `arrival_ns`; 0: none."""

@@ -173,12 +173,6 @@ def test_a_long_time_is_a_plain_number() -> None:
         sampling(session_ttl_s=1e8)
 
 
-def test_lora_is_refused_in_the_words_of_the_vllm_backend() -> None:
-    with pytest.raises(Unsupported) as caught:
-        sampling(lora_name="doll")
-    assert str(caught.value) == "[TW-UNSUPPORTED] LoRA feature is not enabled."
-
-
 def test_carriers_that_agree() -> None:
     tensors = source("input tensor", max_new_tokens=5, stop_words=[""])
     parsed = parse_parameters(
@@ -297,6 +291,11 @@ def options(**values: object) -> RequestOptions:
         ({"pause_session": ["search", "read"], "session_id": "s"},
          {"pause_session": ("search", "read"), "session_id": "s"}),
         ({"pause_session": [], "max_tokens": 3}, {}),
+        ({"lora_name": "sql", "tenant": "t"}, {"lora_name": "sql", "tenant": "t"}),
+        ({"lora_order": "load", "lora_name": "sql", "lora_path": "a/b", "tenant": "t"},
+         {"lora_order": "load", "lora_name": "sql", "lora_path": "a/b", "tenant": "t"}),
+        ({"lora_order": "unload", "lora_name": b"sql"}, {"lora_order": "unload", "lora_name": "sql"}),
+        ({"lora_order": "list"}, {"lora_order": "list"}),
         ({"tenant": "", "session_id": "", "deadline_ms": None}, {}),
     ],
     ids=str,
@@ -346,6 +345,18 @@ def test_options(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"pause_session": ["a"] * 65, "session_id": "s"}, ["pause_session has 65 entries", "64"]),
         ({"pause_session": ["a" * 257], "session_id": "s"}, ["pause_session has 257 bytes", "256"]),
         ({"pause_session": ["a\0"], "session_id": "s"}, ["pause_session holds", "U+0000"]),
+        ({"lora_name": "x" * 129}, ["lora_name has 129 characters", "128"]),
+        ({"lora_name": "a\n"}, ["lora_name holds the control character U+000A"]),
+        ({"lora_order": "reload", "lora_name": "a"}, ["lora_order is 'reload'", "load or unload or list"]),
+        ({"lora_order": "load", "lora_name": "a"}, ["lora_order is load", "lora_path is not set"]),
+        ({"lora_order": "load", "lora_path": "a"}, ["lora_order is load", "set lora_name"]),
+        ({"lora_order": "unload"}, ["lora_order is unload", "set lora_name"]),
+        ({"lora_order": "list", "lora_name": "a"}, ["lora_order is list", "leave lora_name out"]),
+        ({"lora_order": "unload", "lora_name": "a", "lora_path": "b"}, ["lora_path is set", "lora_order load"]),
+        ({"lora_path": "b"}, ["lora_path is set", "lora_order load"]),
+        ({"lora_order": "list", "max_tokens": 4}, ["lora_order is set", "tenant, not with max_tokens"]),
+        ({"lora_order": "list", "pause_session": ["a"], "session_id": "s"}, ["pause_session", "not with lora_order"]),
+        ({"lora_order": "load", "lora_name": "a", "lora_path": "b" * 4097}, ["lora_path has 4097 bytes", "4096"]),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )

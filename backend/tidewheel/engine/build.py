@@ -77,6 +77,7 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
     info = EngineInfo(
         pid=os.getpid(),
         enable_prefix_caching=config.enable_prefix_caching,
+        enable_lora=config.enable_lora,
         max_logprobs=config.max_logprobs,
         async_scheduling=is_async(config, runner.device),
         tenants=parse_tenants(config.tenants),

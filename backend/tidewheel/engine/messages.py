@@ -24,7 +24,7 @@ from tidewheel.settings import MIB, shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 18
+PROTOCOL = 19
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of all sequences
@@ -55,7 +55,7 @@ class AddRequest(Message, frozen=True):
     sampling: SamplingParams  # without `stop`, `bad_words`, `logit_bias` and `grammar`
     stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    options: RequestOptions = RequestOptions()  # a delta of "stop", or an error, answers a `session_order`
+    options: RequestOptions = RequestOptions()  # a delta of "stop", or an error, answers an `order`
     arrival_ns: int = 0  # monotonic clock
     deadline_ns: int = 0  # 0: none
     soft_deadline_ns: int = 0
@@ -113,6 +113,7 @@ ToEngine = Hello | AddRequest | BatchDone | Cancel | Ping | Drain | Goodbye | Li
 class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
     pid: int
     enable_prefix_caching: bool
+    enable_lora: bool = False
     max_logprobs: int = 20
     async_scheduling: bool = False
     tenants: dict[str, TenantLimits] = msgspec.field(default_factory=dict)
@@ -241,6 +242,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[TopLogprobs] | None = None  # of the prompt without its first token; once
     pooled: bytes = b""  # float32 little endian, with an embedding's end
     outputs: PackedTensors | None = None  # of a request without text: at the end, and previews
+    answer: str = ""  # JSON text of an order
 
     @classmethod
     def of(

@@ -112,7 +112,14 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
         raise Unsupported(f"embeddings of {info.architecture} are not offered: only native decoders have them")
     if message.options.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
+    check_lora_is_enabled(message.options, info)
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, step_options)
+
+
+def check_lora_is_enabled(options: RequestOptions, info: EngineInfo) -> None:
+    if (options.lora_name or options.lora_order) and not info.enable_lora:
+        # The first sentence is that of Triton's vLLM backend.
+        raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
 
 
 def _check_inputs(message: AddRequest, info: EngineInfo, steps: int | None) -> None:

@@ -21,7 +21,15 @@ from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.requests import to_requests
-from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
+from tidewheel.errors import (
+    ConfigError,
+    Draining,
+    EngineDead,
+    InternalError,
+    InvalidRequest,
+    TidewheelError,
+    Unsupported,
+)
 from tidewheel.grammar import TokenGrammar
 from tidewheel.one_shot.remote import RemoteRunner
 from tidewheel.one_shot.shared_tensors import remove_unread, sweep_kept
@@ -261,7 +269,9 @@ class EngineServer:
             if self._is_draining:
                 raise Draining("the server is shutting down")
             grammar = self._grammars.kept.find(message.grammar) if message.grammar else None
-            if message.options.session_order:
+            if message.options.lora_order:
+                raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
+            if message.options.order:
                 self._order_session(message.options)
                 self._front_ends.end(front_end, message.key, FinishReason.STOP)
             elif message.grammar and grammar is None:

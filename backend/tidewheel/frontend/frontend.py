@@ -158,7 +158,7 @@ class Frontend:
             _discard(request)
             return
         try:
-            if not message.options.session_order:
+            if not message.options.order:
                 self.gate.claim(message)
             self._engine.add(message)
         except TidewheelError as error:
@@ -306,7 +306,8 @@ class Frontend:
         if isinstance(ending, TidewheelError):
             return ending
         if outputs is None:  # cancelled early, or nothing to generate
-            return [OutputChunk(text=request.prepared.answer, finish_reason=ending)]
+            text = request.prepared.answer or "".join(delta.answer for delta in deltas)
+            return [OutputChunk(text=text, finish_reason=ending)]
         return outputs.end(ending) or outputs.take()
 
     def _fail(self, request: LiveRequest, error: TidewheelError) -> None:

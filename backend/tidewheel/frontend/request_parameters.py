@@ -21,7 +21,7 @@ from tidewheel.grammar import Grammar
 from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import Arrays
 from tidewheel.parameters import Parameter, ParameterField, fields_of
-from tidewheel.request_options import PromptOptions, RequestOptions, to_priority
+from tidewheel.request_options import ORDERS, PromptOptions, RequestOptions, to_priority
 from tidewheel.sampling import SamplingParams
 from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
@@ -33,7 +33,9 @@ _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "qos_class", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
 _SERVICE = frozenset({"priority", "tenant", "deadline_ms", "soft_deadline_ms"})
 _TOKENIZE = _SERVICE | {"add_special_tokens", "add_generation_prompt", "return_token_strs"}
-_EMBED = _SERVICE | {"add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens"}
+_EMBED = _SERVICE | {
+    "add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens", "lora_name"
+}  # fmt: skip
 _OF_TASK: Mapping[AnyTask, frozenset[str]] = {
     "tokenize": _TOKENIZE, "detokenize": _TOKENIZE, "embed": _EMBED, "infer": _SERVICE
 }  # fmt: skip
@@ -121,7 +123,6 @@ class AbsentFeature(NamedTuple):
 
     reason: str
     neutral: Sequence[object] = ("", False, [])  # beside null
-    is_whole: bool = False  # the reason is the whole message, which clients of Triton's vLLM backend compare
 
 
 _absent = tomllib.loads(Path(__file__).with_name("absent_parameters.toml").read_text(encoding="utf-8"))["absent"]
@@ -245,7 +246,7 @@ def _is_neutral(key: str, raw: object) -> bool:
     if feature is None:
         raise InvalidRequest(_unknown(key))
     if not any(raw == known and isinstance(raw, bool) == isinstance(known, bool) for known in feature.neutral):
-        raise Unsupported(feature.reason if feature.is_whole else f"{key} is {show(raw)}: {feature.reason}")
+        raise Unsupported(f"{key} is {show(raw)}: {feature.reason}")
     return True
 
 
@@ -264,7 +265,8 @@ def _take(given: dict[str, _GivenValue], struct: type[msgspec.Struct]) -> dict[s
 def _take_options(given: dict[str, _GivenValue]) -> RequestOptions:
     names = set(given)
     options = RequestOptions(**_take(given, RequestOptions))
-    order = options.session_order
-    if order and (others := sorted(names - {order, "session_id", "tenant"})):
-        raise InvalidRequest(f"{order} is set: it goes with session_id and tenant, not with {others[0]}")
+    order = options.order
+    if order and (others := sorted(names - {order, *ORDERS[order]})):
+        *first, last = ORDERS[order]
+        raise InvalidRequest(f"{order} is set: it goes with {', '.join(first)} and {last}, not with {others[0]}")
     return options

@@ -10,7 +10,7 @@ import msgspec
 from tidewheel.audio_file import SAMPLING_RATE, check_sound, read_audio
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineInfo
-from tidewheel.engine.requests import check_prompt_length, check_request, check_token_ids
+from tidewheel.engine.requests import check_lora_is_enabled, check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.audio_windows import Activity, cut, loudness
 from tidewheel.frontend.chat import parse_conversation
@@ -156,8 +156,9 @@ class RequestReader(MessageMaker):
         parameters = with_token_biases(request.parameters, self._encode)
         defaults = {} if is_embedding else self._defaults
         sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
-        if options.session_order:
-            return _session_order(key, request, options)
+        if options.order:
+            check_lora_is_enabled(options, self._info)
+            return _order(key, request, options)
         name, text, prompt_ids, grammar = self._read_prompt(request, prompt_options, sampling)
         if grammar is not None:
             if sampling.grammar is not None:
@@ -310,9 +311,7 @@ def _check_answer(sampling: SamplingParams, n: int) -> None:
         )
 
 
-def _session_order(key: int, request: GenerateRequest, options: RequestOptions) -> PreparedRequest:
+def _order(key: int, request: GenerateRequest, options: RequestOptions) -> PreparedRequest:
     if request.text or request.messages is not None or request.input_ids is not None:
-        raise InvalidRequest(
-            f"{options.session_order} is set, and there is a prompt: it takes none, or an empty text_input"
-        )
+        raise InvalidRequest(f"{options.order} is set, and there is a prompt: it takes none, or an empty text_input")
     return PreparedRequest(AddRequest(key, b"", SamplingParams(), options=options))

@@ -58,7 +58,7 @@ class FakeEngine:
         with self._changed:
             if self.refusal is not None:
                 raise self.refusal
-            if message.options.session_order:
+            if message.options.order:
                 self.closed.append(message)
             else:
                 self.added[message.key] = message

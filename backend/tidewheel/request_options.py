@@ -7,13 +7,13 @@ from typing import Annotated
 import msgspec
 
 from tidewheel.errors import InvalidRequest
+from tidewheel.lora import MAX_LORA_NAME_CHARS
 from tidewheel.parameters import Parameter, check_fields
 from tidewheel.request import Priority, RequestObjective
 from tidewheel.tenants import MAX_TENANT_CHARS
 
 _option = partial(Parameter, is_tensor=False)
 MAX_CALLED_TOOLS = 64
-MAX_LORA_NAME_CHARS = 128
 MAX_LORA_PATH_BYTES = 4096
 # Options that make a request an order, without a prompt, each with those that go with it.
 ORDERS: Mapping[str, tuple[str, ...]] = {

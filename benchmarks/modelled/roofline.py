@@ -44,6 +44,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(64, 2, 128, 4, 2, 16, 512, True, True, 1e6, 4096),
     "qwen3-40m": Shape(512, 8, 1536, 8, 4, 64, 32_000, True, True, 1e6),
+    "smollm2-135m": Shape(576, 30, 1536, 9, 3, 64, 49_152, True, False, 1e5, 8192),
     "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151_936, True, True, 1e6),
     "qwen3-8b": Shape(4096, 36, 12_288, 32, 8, 128, 151_936, False, True, 1e6),
     "llama-3.1-8b": Shape(4096, 32, 14_336, 32, 8, 128, 128_256, False, False, 5e5, 131_072),

@@ -147,12 +147,15 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self._worker.stop()
 
-    def run(self, prompts: Iterable[Sequence[int]], num_tokens: Sequence[int]) -> StreamsRun:
-        """Answer all prompts at once, with so many tokens each."""
+    def run(
+        self, prompts: Iterable[Sequence[int]], num_tokens: Sequence[int], loras: Sequence[str] = ()
+    ) -> StreamsRun:
+        """Answer all prompts at once, with so many tokens each. `loras`: their adapters (none: the base model)."""
         given = list(prompts)
         began = time.monotonic()
         for number, (prompt, count) in enumerate(zip(given, num_tokens, strict=True)):
-            self._worker.send({"id": number, "input_ids": list(prompt), "max_tokens": count})
+            adapter = {"lora": loras[number]} if loras else {}
+            self._worker.send({"id": number, "input_ids": list(prompt), "max_tokens": count, **adapter})
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         gaps, num_done = [], 0

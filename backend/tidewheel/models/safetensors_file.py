@@ -30,15 +30,15 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[_Size, _Size]
 
 
-def read_tensors(path: Path) -> dict[str, StoredTensor]:
+def read_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
     """Return the tensors of a file in their order. Raise `ConfigError`."""
     with as_config_error(path, "safetensors"), open_regular(path) as file:
         file_size, prefix = os.fstat(file.fileno()).st_size, file.read(8)
         if len(prefix) < 8:
             raise HeaderError(f"it has {len(prefix)} bytes, fewer than the length of a header")
         size, left = int.from_bytes(prefix, "little"), file_size - 8
-        if size > min(left, MAX_HEADER_BYTES):
-            raise HeaderError(f"its header claims {size} bytes of {left}, and at most {MAX_HEADER_BYTES} are read")
+        if size > min(left, max_header_bytes):
+            raise HeaderError(f"its header claims {size} bytes of {left}, and at most {max_header_bytes} are read")
         return parse_header(path, file.read(size), file_size)
 
 

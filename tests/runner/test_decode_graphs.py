@@ -274,8 +274,8 @@ def test_a_frozen_host_value_is_found(plain: ModelRunner) -> None:
 def test_a_bound_that_is_too_low_is_found(plain: ModelRunner) -> None:
     init = StepGraphs.__init__
 
-    def short(self: StepGraphs, *args: object) -> None:
-        init(self, *args[:-1], 16)
+    def short(self: StepGraphs, *args: object, **lora: object) -> None:
+        init(self, *args[:-1], 16, **lora)
 
     expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
     assert faulty(plain, mock.patch.object(StepGraphs, "__init__", short)) != expected

@@ -163,9 +163,9 @@ def test_an_attention_that_goes_elsewhere_is_found(graphed: ModelRunner, expecte
 def test_a_read_in_a_piece_is_found(plain: ModelRunner) -> None:
     end = DecoderLayer.end
 
-    def reading(layer: DecoderLayer, attended: torch.Tensor, residual: torch.Tensor) -> object:
+    def reading(layer: DecoderLayer, attended: torch.Tensor, residual: torch.Tensor, lora: object) -> object:
         attended.sum().item()
-        return end(layer, attended, residual)
+        return end(layer, attended, residual, lora)
 
     with mock.patch.object(DecoderLayer, "end", reading), pytest.raises(NotCapturable):
         with_graphs(plain, SIZES)

@@ -121,8 +121,8 @@ def test_each_of_the_weights_has_graphs(
     used, use = list[WeightVariant](), Decoder.use
     monkeypatch.setattr(Decoder, "use", lambda self, weights: (used.append(weights), use(self, weights))[1])
     runner = ModelRunner.load(small)
-    graphs = {name: [graph.num_rows for graph in one._decodes] for name, one in runner._graphs_of.items()}
-    assert graphs == {"quantized": LOADED_SIZES, "full": LOADED_SIZES}
+    graphs = {key: [graph.num_rows for graph in one._decodes] for key, one in runner._graphs_of.items()}
+    assert graphs == {("quantized", False): LOADED_SIZES, ("full", False): LOADED_SIZES}
     assert used[-2:] == ["quantized", "full"]
     assert runner.info.graph_bytes == accelerator.pools[-1].num_bytes
 

@@ -129,8 +129,10 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
 
     @property
     def copy_share(self) -> str:
-        """Return the size of the quantised copy, in brackets; empty without one."""
-        return f" ({shown_bytes(self.copy_bytes)} a quantised copy)" if self.copy_bytes else ""
+        """Return the sizes of the quantised copy and of adapters' slots, in brackets; empty without them."""
+        named = {"a quantised copy": self.copy_bytes, "slots of adapters": self.lora_bytes}
+        shares = [f"{shown_bytes(num_bytes)} {name}" for name, num_bytes in named.items() if num_bytes]
+        return f" ({', '.join(shares)})" if shares else ""
 
     @property
     def implementation(self) -> str:

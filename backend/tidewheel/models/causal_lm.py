@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels.lora import LoraGroups
 
 Progress = Callable[[str, float], None]  # stage, fraction in [0, 1]
 
@@ -41,6 +42,7 @@ class ForwardInput(NamedTuple):
     kv_layers: Sequence[KVLayer]
     logit_indices: torch.Tensor  # [S] int64, ascending, unique
     encoder: EncoderInput | None = None  # of a decoder with cross-attention
+    lora: LoraGroups | None = None  # tokens with adapters; None: none has one
 
 
 class CausalLM(Protocol):
@@ -65,6 +67,7 @@ class AttentionInput(NamedTuple):
 class TokenLocations(NamedTuple):
     positions: torch.Tensor  # [T] int64, in the sequence
     slots: torch.Tensor  # [T] int64, in the cache; negative: padding
+    lora: LoraGroups | None = None
 
 
 def no_progress(stage: str, fraction: float) -> None:

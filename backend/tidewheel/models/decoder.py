@@ -7,11 +7,12 @@ import torch
 from tidewheel.batch import WeightVariant
 from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
-from tidewheel.models.linear import Weights
+from tidewheel.models.linear import Linear, Weights
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, fits_decode_layers
+from tidewheel_kernels.lora import LoraGroups, LoraSizes, lora_stack
 
 
 class Attention:
@@ -33,10 +34,10 @@ class Attention:
         self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
 
     def queries(self, x: torch.Tensor, places: TokenLocations, kv: KVLayer) -> torch.Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        heads = self.qkv(x, places.lora).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes((self._num_q_heads, self._num_kv_heads, self._num_kv_heads), 1)
         rope_and_cache(
-            q, k, v, self._cos_sin, *places, kv.keys, kv.values,
+            q, k, v, self._cos_sin, places.positions, places.slots, kv.keys, kv.values,
             q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps, scales=kv.scales,
         )  # fmt: skip
         return q
@@ -49,8 +50,8 @@ class GatedMLP:
         self.gate_up = weights.linear(prefix, hidden, projections, bias=bias, split="outputs")
         self.down = weights.linear(prefix, width, {"down_proj": hidden}, bias=bias, split="inputs")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+    def __call__(self, x: torch.Tensor, lora: LoraGroups | None) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x, lora)), lora)
 
 
 class DecoderLayer:
@@ -82,11 +83,13 @@ class DecoderLayer:
             invariant=attention.is_invariant,
         )  # fmt: skip
 
-    def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def end(
+        self, attended: torch.Tensor, residual: torch.Tensor, lora: LoraGroups | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and residual, both [T, hidden_size]; the next norm adds them."""
-        projected = self.attention.output(attended.view(attended.shape[0], -1))
+        projected = self.attention.output(attended.view(attended.shape[0], -1), lora)
         normed, residual = add_norm(projected, residual, self.mlp_norm, self._eps)
-        return self.mlp(normed), residual
+        return self.mlp(normed, lora), residual
 
     def kernel_weights(self) -> LayerWeights | None:
         """Return the weights for `DecodeLayers`, None in other formats."""
@@ -123,6 +126,23 @@ class Decoder(NativeModel):
         self.norm = weights.tensor("model.norm", config.hidden_size)
         self.lm_head = self.output_layer(weights, "lm_head", self.embedding, is_tied=config.tie_word_embeddings)
         self._decode_layers: dict[WeightVariant, DecodeLayers | None] = {}
+
+    @property
+    def lora_linears(self) -> list[Linear]:
+        """Return the layers that adapters may change: the rows of the output matrix are not a step's tokens."""
+        return [
+            linear
+            for layer in self.layers
+            for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        ]
+
+    def add_lora_slots(self, max_loras: int, max_rank: int, device: torch.device) -> None:
+        """Give each of `lora_linears` an empty stack of adapters' matrices."""
+        for linear in self.lora_linears:
+            sizes = LoraSizes(linear.in_features, tuple(linear.parts.values()), max_loras, max_rank)
+            linear.lora = lora_stack(sizes, linear.weight.dtype, device)
+            self.lora_bytes += linear.lora.num_bytes
+        self.weights_bytes += self.lora_bytes
 
     def pack(self) -> None:
         """Arrange weights, all loaded, for computation, and bind those of decode steps of few rows."""
@@ -162,15 +182,15 @@ class Decoder(NativeModel):
         return self.lm_head(states).to(self._logits_dtype)
 
     def _run_layers(self, step: ForwardInput) -> tuple[torch.Tensor, torch.Tensor]:
-        meta = step.meta
-        x, places = self.embedding.rows(step.token_ids), TokenLocations(step.positions, meta.slot_mapping)
-        fused = self._decode_layers.get(self.variant)
+        meta, lora = step.meta, step.lora
+        x, places = self.embedding.rows(step.token_ids), TokenLocations(step.positions, meta.slot_mapping, lora)
+        fused = self._decode_layers.get(self.variant) if lora is None else None
         if fused is not None and len(x) == meta.num_decodes <= fused.max_rows and step.kv_layers[0].scales is None:
             return x, fused.run(x, step.positions, meta, step.kv_layers)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, step.kv_layers, strict=True):
             cut = layer.begin(x, residual, places, kv)
-            x, residual = layer.end(layer.attend(cut.queries, meta, kv), cut.residual)
+            x, residual = layer.end(layer.attend(cut.queries, meta, kv), cut.residual, lora)
         assert residual is not None, "a decoder has at least one layer"
         return x, residual
 

@@ -23,6 +23,7 @@ from tidewheel_kernels.grouped_linear import (
     join_outputs,
     quantize_groups,
 )
+from tidewheel_kernels.lora import LoraGroups, LoraStack, add_lora
 from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear
 from tidewheel_kernels.scaled_linear import MULTIPLE as FP8_MULTIPLE
 
@@ -48,11 +49,13 @@ class Linear:
     """Product ``x @ weight.T + bias``. With a `format`, `weight` is on the device "meta" until `fill`."""
 
     shard = Shard()
+    lora: LoraStack | None = None  # adapters' matrices
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: MatrixFormat, parts: Mapping[str, int]
     ) -> None:
         self.weight, self.bias, self.format = weight, bias, form
+        self.in_features = weight.shape[1]
         self.parts = parts  # outputs by checkpoint name, in order
         self._packed: PackedWeights | None = None
         self._scales: torch.Tensor | None = None  # [out_features, 1], of fp8
@@ -124,14 +127,22 @@ class Linear:
             return embedding(indices, self.weight)
         return grouped_embedding(indices, self._groups, self.weight.dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, lora: LoraGroups | None = None) -> torch.Tensor:
+        """Return the products [T, out_features], with those of the tokens' adapters in `lora`."""
         if self._groups is not None:
-            return grouped_linear(x, self._groups, self.bias)
-        if self._scales is not None:
-            return scaled_linear(x, self.weight, self._scales, self.bias)
-        if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
-        return linear(x, self.weight, self.bias)
+            products = grouped_linear(x, self._groups, self.bias)
+        elif self._scales is not None:
+            products = scaled_linear(x, self.weight, self._scales, self.bias)
+        elif self._packed is not None:
+            products = packed_linear(x, self._packed, self.bias)
+        else:
+            products = linear(x, self.weight, self.bias)
+        return products if lora is None else self._with_lora(products, x, lora)
+
+    def _with_lora(self, products: torch.Tensor, x: torch.Tensor, lora: LoraGroups) -> torch.Tensor:
+        assert self.lora is not None
+        add_lora(products, x, self.lora, lora)
+        return products
 
     def kernel_weights(self) -> LinearWeights | None:
         weights = self._groups or self._packed
@@ -144,15 +155,16 @@ class InvariantLinear(Linear):
     def pack(self) -> None:
         pass
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return invariant_linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, lora: LoraGroups | None = None) -> torch.Tensor:
+        products = invariant_linear(x, self.weight, self.bias)
+        return products if lora is None else self._with_lora(products, x, lora)
 
 
 class RowParallelLinear(Linear):
     """Linear layer of a rank's part of the inputs. It sums its products over all ranks; rank 0 adds the bias."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        products = super().__call__(x)
+    def __call__(self, x: torch.Tensor, lora: LoraGroups | None = None) -> torch.Tensor:
+        products = super().__call__(x, lora)
         self.shard.collectives.all_reduce(products)
         return products
 

@@ -96,6 +96,10 @@ class ModelPlan(NamedTuple):
             refuse_others(self.config, offered, cause, ", or quantization to none")
         if self.config.pressure_quantization != "none":
             decoder.plan_copies(ROUNDED[self.config.pressure_quantization])
+        if self.config.enable_lora:
+            assert isinstance(decoder, Decoder), "others are refused"
+            on = device if self.device.type == "cuda" else self.device  # a CPU's stacks take no memory
+            decoder.add_lora_slots(self.config.max_loras, self.config.max_lora_rank, on)
         source.take_parts(decoder.tensor_parts)
         return decoder
 

@@ -34,6 +34,7 @@ class NativeModel(CausalLM):
         self._linears = weights.linears
         self._copies: dict[Linear, GroupFormat] = {}
         self.copy_bytes = 0  # quantised copy, part of `weights_bytes`
+        self.lora_bytes = 0  # of adapters' slots, part of `weights_bytes`
 
     @property
     def lora_linears(self) -> list[Linear]:

@@ -23,6 +23,7 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     weights_bytes: int  # with a quantised copy
     copy_bytes: int = 0  # of the quantised copy; 0: none
+    lora_bytes: int = 0  # of adapters' slots on a GPU, part of `weights_bytes`
     activation_bytes: int = 0  # measured on a GPU, estimated on a CPU
     kv_cache_bytes: int = 0
     cache_source: str = ""  # origin of its size: "num_blocks 64"

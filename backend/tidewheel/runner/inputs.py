@@ -15,7 +15,7 @@ from tidewheel_kernels.attention.metadata import HostInts
 HostArray = npt.NDArray[np.generic]
 Group = Sequence[HostArray]
 GroupName = Literal[
-    "inputs", "draw", "allowed", "bias", "words", "penalties", "logprob_rows", "mask_rows",
+    "lora", "inputs", "draw", "allowed", "bias", "words", "penalties", "logprob_rows", "mask_rows",
     "prompt", "pooling", "changes",
 ]  # fmt: skip
 Groups = Mapping[GroupName, Group | None]

@@ -120,6 +120,7 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
         block_size=layout.block_size,
         weights_bytes=model.weights_bytes,
         copy_bytes=model.copy_bytes if isinstance(model, NativeModel) else 0,
+        lora_bytes=model.lora_bytes if isinstance(model, NativeModel) else 0,
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
         max_audio_samples=num_samples,
     )

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Self
 
 import msgspec
+import numpy as np
 import torch
 
 from tidewheel.batch import Launch, SampledTokens, ScheduledBatch, WeightVariant
@@ -37,6 +39,7 @@ from tidewheel.runner.inputs import (
 )
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
+from tidewheel.runner.lora_slots import LoraSlots, lora_groups
 from tidewheel.runner.profiling import (
     StepMemory,
     StepSize,
@@ -84,13 +87,15 @@ class ModelRunner:
         )
         self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator, self._shard.num_ranks)
         self._sender: InputSender = share_memory
+        self._lora = LoraSlots.of(model)
         if accelerator is not None:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
+            num_bytes += 0 if self._lora is None else self._lora.staged_bytes(info.max_num_batched_tokens)
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
         self._steps = StepModel(model, self._rows, cache.kv.layers, encoder, self._shard)
         self._variants: tuple[WeightVariant, ...] = ("full", "quantized") if info.copy_bytes else ("full",)
         self._weights: WeightVariant = "full"
-        self._graphs_of: dict[WeightVariant, StepGraphs] = {}
+        self._graphs_of: dict[tuple[WeightVariant, bool], StepGraphs] = {}  # whether rows have adapters
         self._claim: MemoryClaim | None = None  # ends with the runner
         self._threads: StepThreads | None = None  # if there are several
 
@@ -158,7 +163,7 @@ class ModelRunner:
         def run(size: StepSize) -> ModelRunner:
             cache = BlockTransfers(KVTensors(layout, size.num_blocks(layout.block_size), device))
             runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder, parts.shard)
-            runner.run(demanding_batch(size, layout.block_size))
+            runner.run(runner.with_adapters(demanding_batch(size, layout.block_size)))
             return runner
 
         if accelerator is None:
@@ -166,7 +171,7 @@ class ModelRunner:
             return StepMemory(estimated_activation_bytes(largest, layout.shape, DTYPES[parts.info.dtype]), 0)
         runner, activation_bytes = measured_activation_bytes(run, largest, device, parts.shard.num_ranks)
         taken = runner.capture(sizes.largest(NUM_TRIAL_GRAPHS), no_progress)
-        counts = [len(runner._variants) * len(part) for part in sizes]
+        counts = [len(runner._graphs_of) * len(part) for part in sizes]
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))
         return StepMemory(activation_bytes, graph_bytes)
 
@@ -175,12 +180,12 @@ class ModelRunner:
             return GraphBytes()
         pool, taken = self._accelerator.graph_pool(), []
         try:
-            for weights in self._variants[::-1]:
+            for weights, lora in itertools.product(self._variants[::-1], dict.fromkeys((self._lora, None))):
                 self._use(weights)
-                graphs = StepGraphs(pool, self._steps, self._sender, self.info.max_model_len)
+                graphs = StepGraphs(pool, self._steps, self._sender, self.info.max_model_len, lora=lora)
                 with torch.inference_mode():
                     taken.append(graphs.capture(sizes, progress))
-                self._graphs_of[weights] = graphs
+                self._graphs_of[weights, lora is not None] = graphs
             parts = zip(*taken, strict=True)  # each by variant
             return GraphBytes(*([size for sizes in part for size in sizes] for part in parts))
         except torch.OutOfMemoryError:
@@ -189,9 +194,12 @@ class ModelRunner:
                 "kv_cache_memory_mb, num_blocks or max_num_seqs, or set enforce_eager"
             ) from None
 
-    @property
-    def _graphs(self) -> StepGraphs | None:
-        return self._graphs_of.get(self._weights)
+    def _graphs(self, batch: ScheduledBatch) -> StepGraphs | None:
+        return self._graphs_of.get((self._weights, len(batch.lora_slots) > 0))
+
+    def _decode_graph(self, batch: ScheduledBatch) -> DecodeGraph | None:
+        graphs = self._graphs(batch)
+        return None if graphs is None else graphs.find_decodes(batch)
 
     def _use(self, weights: WeightVariant) -> None:
         if weights != self._weights:
@@ -203,6 +211,14 @@ class ModelRunner:
     def run_with_each(self, batch: ScheduledBatch) -> None:
         for weights in self._variants:
             self.run(dataclasses.replace(batch, weights=weights))
+        if self._lora is not None:
+            self.run(self.with_adapters(batch))
+
+    def with_adapters(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Return a batch in which every row has an adapter, if there are slots."""
+        if self._lora is None:
+            return batch
+        return dataclasses.replace(batch, lora_slots=np.zeros(len(batch.rows), np.int32))
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         return self.launch(batch).wait()
@@ -228,6 +244,8 @@ class ModelRunner:
     def prepare(self, batch: ScheduledBatch) -> None:
         """Start block copies and take in new requests. Raise `RowError` for one whose parameters do not fit."""
         self._transfers.start(batch)
+        if self._lora is not None:
+            self._lora.load(batch.lora_loads)
         self._sampling.update(batch)
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -235,7 +253,7 @@ class ModelRunner:
         host = self._rows.host_inputs(batch)
         plan = self._sampling.plan(batch, host)
         reads_prompts = plan.scoring is not None or plan.pooling is not None
-        graph = None if self._graphs is None or reads_prompts else self._graphs.find_decodes(batch)
+        graph = None if reads_prompts else self._decode_graph(batch)
         launch: Launch = "eager"
         if reads_prompts:
             sampled = self._computed_with_prompts(batch, host, plan, changes)
@@ -250,7 +268,7 @@ class ModelRunner:
 
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return decodes' logits [n, vocab_size], eager and by graph."""
-        graph = None if self._graphs is None else self._graphs.find_decodes(batch)
+        graph = self._decode_graph(batch)
         assert graph is not None
         with torch.inference_mode():
             computed = self._eager_forward(batch)()
@@ -269,20 +287,22 @@ class ModelRunner:
 
     def _eager_forward(self, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
         changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
-        inputs = StepInputs(*self._send(batch, host, {}, changes)["inputs"])
-        return partial(self._steps.forward, inputs, ForwardBounds.exact(batch, host))
+        sent = self._send(batch, host, {}, changes)
+        inputs, bounds = StepInputs(*sent["inputs"]), ForwardBounds.exact(batch, host)
+        return partial(self._steps.forward, inputs, bounds, lora_groups(sent["lora"]))
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
     ) -> tuple[SamplerOutput, Launch]:
-        graph = None if self._graphs is None else self._graphs.find_prompts(batch)
+        graphs = self._graphs(batch)
+        graph = None if graphs is None else graphs.find_prompts(batch)
         if graph is not None:
             host = self._rows.padded_tokens(host, graph.num_tokens)
         sent = self._send(batch, host, plan.groups(), changes)
         bounds = ForwardBounds.exact(batch, host)
         inputs = StepInputs(*sent["inputs"])
         if graph is None:
-            logits = self._steps.forward(inputs, bounds)
+            logits = self._steps.forward(inputs, bounds, lora_groups(sent["lora"]))
         else:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
         sampled = self._sampled(logits, plan, sent, inputs.store_indices)
@@ -294,7 +314,7 @@ class ModelRunner:
         sent = self._send(batch, host, plan.groups(), changes)
         inputs, model = StepInputs(*sent["inputs"]), self._steps.model
         scored, pooled = sent["prompt"], sent["pooling"]
-        step = self._steps.input(inputs, ForwardBounds.exact(batch, host))
+        step = self._steps.input(inputs, ForwardBounds.exact(batch, host), lora_groups(sent["lora"]))
         logits, states = model.forward_with_states(step, torch.cat((*scored, *pooled[:1])))
         of_prompts = sums = None
         if plan.scoring is not None:
@@ -321,7 +341,9 @@ class ModelRunner:
         return self._sampled(graph.forward.output[:count], plan, sent, graph.inputs.store_indices[:count])
 
     def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> DeviceArrays:
-        sent = self._sender({"inputs": host, **sampling, "changes": changes})
+        lora = None if self._lora is None else self._lora.columns(batch, len(host.positions))
+        # The sizes of what comes first are those of a graph, so that the addresses are too.
+        sent = self._sender({"lora": lora, "inputs": host, **sampling, "changes": changes})
         self._rows.apply(batch, sent["changes"])
         return sent
 

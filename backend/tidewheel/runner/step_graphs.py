@@ -23,10 +23,12 @@ from tidewheel.models.shard import Shard
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, InputSender, RowTable, StepInputs
+from tidewheel.runner.lora_slots import LoraColumns, LoraSlots, lora_groups
 from tidewheel.runner.sampler import draw_tokens, largest_of_ranks
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
+from tidewheel_kernels.lora import LoraGroups
 
 STAGE = "graphs"
 # From here a row is split only above 1,024 keys and twice the mean; at 24 rows, equal rows are split too.
@@ -43,14 +45,14 @@ class StepModel(NamedTuple):
     encoder: EncoderCache | None = None
     shard: Shard = Shard()
 
-    def input(self, inputs: DeviceInputs, bounds: ForwardBounds) -> ForwardInput:
+    def input(self, inputs: DeviceInputs, bounds: ForwardBounds, lora: LoraGroups | None) -> ForwardInput:
         token_ids = self.rows.known_tokens_at(inputs.token_indices, self.model.shape.vocab_size)
         meta = self.rows.metadata(inputs, bounds)
         encoded = None if self.encoder is None else self.encoder.input(inputs)
-        return ForwardInput(token_ids, inputs.positions, meta, self.kv_layers, inputs.logit_indices, encoded)
+        return ForwardInput(token_ids, inputs.positions, meta, self.kv_layers, inputs.logit_indices, encoded, lora)
 
-    def forward(self, inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
-        return self.model.forward(self.input(inputs, bounds))
+    def forward(self, inputs: DeviceInputs, bounds: ForwardBounds, lora: LoraGroups | None) -> torch.Tensor:
+        return self.model.forward(self.input(inputs, bounds, lora))
 
 
 class GraphSizes(NamedTuple):
@@ -124,11 +126,22 @@ class PromptGraph(NamedTuple):
 
 
 class StepGraphs:
-    def __init__(self, pool: CudaGraphPool, steps: StepModel, sender: InputSender, max_model_len: int) -> None:
+    """Graphs of steps in which rows have adapters, or, without `lora`, none has."""
+
+    def __init__(
+        self,
+        pool: CudaGraphPool,
+        steps: StepModel,
+        sender: InputSender,
+        max_model_len: int,
+        *,
+        lora: LoraSlots | None = None,
+    ) -> None:
         self._pool = pool
         self._steps = steps
         self._sender = sender
         self._max_model_len = max_model_len
+        self._lora = lora
         keys = steps.kv_layers[0].keys
         self._num_kv_heads, self._num_sms = keys.shape[2], multiprocessors(keys.device)
         self._decodes: list[DecodeGraph] = []  # ascending
@@ -167,12 +180,17 @@ class StepGraphs:
         index = bisect_left(self._prompts, batch.num_tokens, key=lambda graph: graph.num_tokens)
         return self._prompts[index] if index < len(self._prompts) else None
 
+    def _lora_padding(self, size: int) -> LoraColumns | None:
+        return None if self._lora is None else self._lora.padding(size)
+
     def _add_decodes(self, size: int, *, may_split: bool = True) -> None:
         rows, shard = self._steps.rows, self._steps.shard
-        sent = self._sender({"inputs": rows.padding(size), "draw": greedy_columns(size)})
-        inputs, draw = StepInputs(*sent["inputs"]), sent["draw"]
+        sent = self._sender(
+            {"lora": self._lora_padding(size), "inputs": rows.padding(size), "draw": greedy_columns(size)}
+        )
+        inputs, draw, lora = StepInputs(*sent["inputs"]), sent["draw"], lora_groups(sent["lora"])
         bounds = ForwardBounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
-        forward = self._pool.capture(lambda: self._steps.forward(inputs, bounds))
+        forward = self._pool.capture(lambda: self._steps.forward(inputs, bounds, lora))
 
         def sample(any_sampled: bool) -> torch.Tensor:
             if shard.num_ranks > 1 and not any_sampled:
@@ -194,8 +212,9 @@ class StepGraphs:
     def _add_prompts(self, size: int) -> None:
         pool, (model, rows, kv_layers, *_) = self._pool, self._steps
         assert isinstance(model, Decoder)
-        inputs = StepInputs(*self._sender({"inputs": rows.padding(0, size)})["inputs"])
-        places = TokenLocations(inputs.positions, inputs.slot_mapping)
+        sent = self._sender({"lora": self._lora_padding(size), "inputs": rows.padding(0, size)})
+        inputs, lora = StepInputs(*sent["inputs"]), lora_groups(sent["lora"])
+        places = TokenLocations(inputs.positions, inputs.slot_mapping, lora)
 
         def begin() -> AttentionInput:
             x = model.embedding.rows(rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
@@ -204,7 +223,7 @@ class StepGraphs:
         def go_on(
             before: DecoderLayer, after: DecoderLayer, kv: KVLayer, attended: torch.Tensor, cut: AttentionInput
         ) -> AttentionInput:
-            return after.begin(*before.end(attended, cut.residual), places, kv)
+            return after.begin(*before.end(attended, cut.residual, lora), places, kv)
 
         graph, cut = pool.capture(begin)
         # Outside the pool: written between replays. Larger graphs have room for smaller ones.
@@ -214,7 +233,7 @@ class StepGraphs:
             graph, cut = pool.capture(partial(go_on, before, after, kv, attended, cut))
             pieces.append(graph)
             queries.append(pool.unowned(cut.queries))
-        graph, (x, residual) = pool.capture(partial(model.layers[-1].end, attended, cut.residual))
+        graph, (x, residual) = pool.capture(partial(model.layers[-1].end, attended, cut.residual, lora))
         x, residual = pool.unowned(x), pool.unowned(residual)
         self._prompts.insert(0, PromptGraph(size, model, kv_layers, [*pieces, graph], queries, attended, x, residual))
 

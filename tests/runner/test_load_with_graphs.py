@@ -38,8 +38,8 @@ def test_graphs_are_tried_then_the_cache_is_made_then_all_are_captured(
     reserved: list[StepMemory] = []
     init, allocate = StepGraphs.__init__, model_runner.allocate_cache
 
-    def noted(self: StepGraphs, *arguments: object) -> None:
-        init(self, *arguments)
+    def noted(self: StepGraphs, *arguments: object, **lora: object) -> None:
+        init(self, *arguments, **lora)
         tried.append(weakref.ref(self))
 
     def checked(parts: object, config: object, memory: StepMemory) -> object:

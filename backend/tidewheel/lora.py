@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ from tidewheel.regular_files import parse_object, read_text
 
 NO_SLOT = -1  # of rows that the base model computes
 MULTI_LORA = "multi_lora.json"  # in the version folder: folders of adapters by name
-PEFT_CONFIG = "adapter_config.json"  # in an adapter's folder
 MAX_LORA_NAMES = 4096
 MAX_LORA_NAME_CHARS = 128
+MAX_LORAS_BYTES = 96 << 10  # of all names and folders: an engine's command has them, and Linux limits it
 _MAX_FILE_BYTES = 16 << 20
 
 
@@ -53,6 +54,11 @@ def parse_loras(text: str, where: str = "lora_modules") -> dict[str, str]:
     loras = parse_object(text, where) if text.strip() else {}
     if len(loras) > MAX_LORA_NAMES:
         raise ConfigError(f"{where} names {len(loras)} adapters: at most {MAX_LORA_NAMES} are allowed")
+    if (size := len(json.dumps(loras))) > MAX_LORAS_BYTES:
+        raise ConfigError(
+            f"{where} has {size} bytes of names and folders: at most {MAX_LORAS_BYTES} are allowed; use shorter "
+            "paths, or load adapters while the server runs"
+        )
     folders = {}
     for name, folder in loras.items():
         check_lora_name(name, where)

@@ -62,7 +62,10 @@ def _adapter(folder: Path) -> str:
     if has_model or not (folder / "adapter_config.json").is_file():
         return ""
     base = _fields(folder / "adapter_config.json").get("base_model_name_or_path") or "a model that it does not name"
-    return f"{folder} is a LoRA adapter of {base}, and no model: merge it into that model with peft ({GUIDE})"
+    return (
+        f"{folder} is a LoRA adapter of {base}, and no model: serve that model with enable_lora, and name the "
+        "adapter in multi_lora.json (docs/lora.md)"
+    )
 
 
 def _of_files(folder: Path) -> str:

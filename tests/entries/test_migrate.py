@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from entries.conftest import WriteEntry
-from support.entries.foreign_entries import SAMPLE, SAMPLE_JSON, pbtxt, write_trtllm
+from support.entries.foreign_entries import SAMPLE, SAMPLE_JSON, SAMPLE_LORA_JSON, pbtxt, write_trtllm
+from support.models.peft_folders import write_peft
 from support.triton.serving import WEIGHTS
 from tidewheel.cli.main import main
 from tidewheel.entries.checking import check
@@ -62,9 +63,14 @@ parameters: {
 }
 parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
 """
-    settings = {"model": str(WEIGHTS), "enable_lora": True, "max_lora_rank": 8, "dtype": "half", "speculative": 1}
+    settings = {
+        "model": str(WEIGHTS),
+        "pipeline_parallel_size": 2,
+        "max_lora_rank": 8,
+        "dtype": "half",
+        "speculative": 1,
+    }
     entry = write("one", config, settings)
-    (entry / "1" / "multi_lora.json").write_text('{"a": "/adapters/a"}')
     printed = "\n".join(migrate(capsys, entry, "--out", tmp_path / "out", code=1))
     new = tmp_path / "out" / "one"
     assert (
@@ -79,19 +85,38 @@ parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
 """
     )
     kept = json.loads((new / "1" / "model.json").read_text())
-    assert kept == {"model": str(WEIGHTS), "dtype": "half", "speculative": 1}
-    assert not (new / "1" / "multi_lora.json").exists()
+    assert kept == {"model": str(WEIGHTS), "max_lora_rank": 8, "dtype": "half", "speculative": 1}
     for words in (
         "config.pbtxt:2:1: changed: max_batch_size is 4", "config.pbtxt:5:3: changed: input 'embedding_request'",
         "config.pbtxt:12:20: changed: preferred_batch_size", "config.pbtxt:14:3: changed: ENABLE_VLLM_HEALTH_CHECK",
-        "model.json:3:5: changed: enable_lora is True: LoRA is not offered", "model.json:4:5: changed: max_lora_rank",
-        "model.json:6:5: error: unknown setting 'speculative'", "multi_lora.json: changed: LoRA is not offered",
+        "model.json:3:5: changed: pipeline_parallel_size is 2",
+        "model.json:6:5: error: unknown setting 'speculative'",
     ):  # fmt: skip
         assert words in printed
     (unknown,) = (found for found in check(tmp_path / "out").findings if found.severity == "error")
     assert (unknown.rule, unknown.field) == ("settings", "speculative")
     (new / "1" / "model.json").write_text(json.dumps({**kept, "speculative": None}))
     assert check(tmp_path / "out").count("error") == 0
+
+
+def test_several_adapters_of_the_vllm_backend(
+    write: WriteEntry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The entry of docs/llama_multi_lora_tutorial.md of the vLLM backend."""
+    write_peft(tmp_path / "loras" / "alpaca-lora-7b", WEIGHTS, rank=8)
+    write_peft(tmp_path / "loras" / "bactrian-x-llama-7b-lora", WEIGHTS, seed=1, rank=16)
+    adapters = {
+        "alpaca": f"{tmp_path}/loras/alpaca-lora-7b", "bactrian": f"{tmp_path}/loras/bactrian-x-llama-7b-lora",
+    }  # fmt: skip
+    entry = write("vllm_model", SAMPLE.replace("sample", "vllm_model"), SAMPLE_LORA_JSON | {"model": str(WEIGHTS)})
+    (entry / "1" / "multi_lora.json").write_text(json.dumps(adapters))
+    out = tmp_path / "out"
+    printed = migrate(capsys, entry, "--out", out)
+    assert [line for line in printed if "lora" in line] == []
+    assert json.loads((out / "vllm_model" / "1" / "multi_lora.json").read_text()) == adapters
+    kept = json.loads((out / "vllm_model" / "1" / "model.json").read_text())
+    assert (kept["enable_lora"], kept["max_lora_rank"]) == ("true", 16)
+    assert check(out).count("error") == check(out).count("warning") == 0, check(out).findings
 
 
 def test_the_rest_of_a_repository_comes_along(

@@ -49,7 +49,7 @@ FORMATS = {
     "pointer alone": (files(config__json=POINTER), "config.json is a pointer of Git LFS"),
     "LoRA": (
         files(adapter_config__json={"base_model_name_or_path": "org/base"}, adapter_model__safetensors=""),
-        "is a LoRA adapter of org/base, and no model: merge it",
+        "is a LoRA adapter of org/base, and no model: serve that model with enable_lora, and name",
     ),
     "bitsandbytes": (
         quantised(load_in_4bit=True, quant_method="bitsandbytes"),

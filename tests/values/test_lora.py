@@ -27,6 +27,10 @@ def test_names_and_folders() -> None:
         ('{"a": 7}', "a is 7: it must be the path"),
         ('{"a": ""}', "a is '': it must be the path"),
         ('{"a": "/a\\u0000"}', "a is '/a\\x00': it must be the path"),
+        (
+            json.dumps({str(i): "/" + 99 * "a" for i in range(1000)}),
+            "of names and folders: at most 98304 are allowed",
+        ),
         (json.dumps(dict.fromkeys(map(str, range(10_000)), "a")), "names 10000 adapters: at most 4096 are allowed"),
     ],
 )

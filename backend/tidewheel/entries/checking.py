@@ -21,12 +21,13 @@ from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tenso
 from tidewheel.entries.entry import CONFIG_NAME, Entry, UnreadableConfig, read_entry, served_version
 from tidewheel.entries.findings import Edit, Field, Finding, Problem, Severity, error, json_fields, place_of
 from tidewheel.errors import ConfigError
+from tidewheel.lora import MULTI_LORA
 from tidewheel.model_formats import foreign_format
 from tidewheel.regular_files import read_text
 from tidewheel.settings import nearest
 
 if TYPE_CHECKING:
-    from tidewheel.entries.model_rules import MemoryNeeds
+    from tidewheel.entries.model_rules import MemoryNeeds, ModelJudge
 
 RULES = ("syntax", "folder", "backend", "settings", "model", "together")  # beside `CONFIG_RULES`
 _UNREAD = (("schema", "error"), ("model-json", "error"))  # with these, a model that is set may not be seen
@@ -161,6 +162,7 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
 
     judge = ModelJudge(settings.engine, is_this_machine=entry.is_this_machine)
     yield from located(entry, "model", (at_setting(entry, problem) for problem in judge.problems()))
+    yield from _judge_adapters(entry, judge, report)
     if judge.needs is not None:
         report.needs[entry.name] = (settings.engine, judge.needs)
     if judge.implementation:
@@ -169,6 +171,20 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
         report.kv_cache[entry.name] = judge.cache_of_a_request
     if judge.memory:
         report.memory[entry.name] = judge.memory
+
+
+def _judge_adapters(entry: Entry, judge: ModelJudge, report: CheckReport) -> Iterator[Finding]:
+    told = {found.message for found in report.findings}  # the rule of the file read their configurations
+    refused = [(name, f"{name}: {reason}") for name, reason in judge.refused_adapters()]
+    by_setting = "lora_modules" in entry.settings
+    problems = (
+        _problem(entry, "lora_modules", message, entry.parameters)
+        if by_setting
+        else error(name, message, file=entry.lora_path)
+        for name, message in refused
+        if message not in told
+    )
+    yield from located(entry, "multi-lora", problems)
 
 
 def _judge_one_shot(entry: Entry, config: EngineConfig, report: CheckReport) -> Iterator[Problem]:
@@ -188,7 +204,7 @@ def located(entry: Entry, rule: str, problems: Iterable[Problem]) -> Iterator[Fi
         text, found = "", None
         if path == entry.path:
             text, found = entry.text, _nearest_field(entry.fields, problem.field)
-        elif path == entry.json_path:
+        elif path in (entry.json_path, entry.lora_path):
             text = read_text(path) or ""
             found = next((key for key in reversed(json_fields(text)) if key.name == problem.field), None)
         line, column = place_of(text, found.start) if found else (None, None)
@@ -236,6 +252,10 @@ def judge_settings(entry: Entry) -> SettingsJudgement:
             is_known = settings.engine.model != _NO_MODEL
             return SettingsJudgement([*problems, *_without_effect(entry)], settings if is_known else None)
         except ConfigError as refusal:
+            if str(refusal).startswith(str(model.folder / model.version / MULTI_LORA)):  # a rule of its own says it
+                parameters.pop("enable_lora", None)
+                from_json.pop("enable_lora", None)
+                continue
             settings_left = {**parameters, **from_json}
             key = _named(str(refusal), settings_left)
             problems.append(_problem(entry, key, str(refusal), parameters))

@@ -15,6 +15,7 @@ from tidewheel.adapter.one_shot import kind_of
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
 from tidewheel.entries.findings import Field, Finding, pbtxt_fields, walk
 from tidewheel.errors import ConfigError
+from tidewheel.lora import MULTI_LORA
 from tidewheel.regular_files import read_object, read_text
 
 CONFIG_NAME = "config.pbtxt"
@@ -68,6 +69,10 @@ class Entry:
     @property
     def json_path(self) -> Path:
         return self.folder / served_version(self.folder, self.config) / MODEL_JSON
+
+    @property
+    def lora_path(self) -> Path:
+        return self.json_path.with_name(MULTI_LORA)
 
     @property
     def settings(self) -> dict[str, object]:

@@ -24,7 +24,6 @@ from tidewheel.errors import ConfigError
 from tidewheel.server.repository import entry_text, resolve_model
 from tidewheel.settings import GIB
 
-LORA_NAME = "multi_lora.json"
 TRTLLM_NAME = "tensorrt_llm"  # of the samples' engine; newer samples have the backend python
 TRTLLM_NAME_PARAMETER = "tensorrt_llm_model_name"
 TRTLLM_BLOCK_SIZE = 64
@@ -38,7 +37,6 @@ class NewEntry(NamedTuple):
     name: str
     files: dict[str, str]  # text by path in the entry's folder
     source: Path | None = None  # folder whose other files belong to the entry
-    left_out: tuple[str, ...] = ()  # names of files of `source` that do not
 
 
 class Migration(NamedTuple):
@@ -80,7 +78,7 @@ def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
     for entry in entries:
         folder = repository / entry.name
         if entry.source is not None:
-            shutil.copytree(entry.source, folder, symlinks=True, ignore=shutil.ignore_patterns(*entry.left_out))
+            shutil.copytree(entry.source, folder, symlinks=True)
         (folder / "1").mkdir(parents=True, exist_ok=True)
         _write_files(entry, folder)
     return [repository / entry.name for entry in entries]
@@ -113,9 +111,6 @@ def _add_vllm(migration: Migration, original: Entry, model: str) -> None:
     entry = _with_edits(original, [Edit(backend.value_start, old, f'"{BACKEND}"')])
     if model:
         entry = replace(entry, model_json={**entry.model_json, "model": resolve_model(model)})
-    adapters = original.json_path.with_name(LORA_NAME)
-    no_lora = error("", "LoRA is not offered: serve merged weights", file=adapters)
-    migration.lost.extend(located(original, "settings", [no_lora] if adapters.is_file() else []))
     while (refused := next(_refused(entry), None)) is not None:
         rule, problem = refused
         migration.lost.extend(located(original, rule, [problem]))
@@ -124,7 +119,7 @@ def _add_vllm(migration: Migration, original: Entry, model: str) -> None:
     migration.unknown.extend(located(original, "settings", problems))
     settings = f"{json.dumps(entry.model_json, indent=4)}\n"
     files = {CONFIG_NAME: entry.text, str(entry.json_path.relative_to(entry.folder)): settings}
-    migration.entries.append(NewEntry(entry.name, files, entry.folder, (LORA_NAME,)))
+    migration.entries.append(NewEntry(entry.name, files, entry.folder))
 
 
 def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
@@ -137,7 +132,8 @@ def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
 
 
 def _is_there(entry: Entry, problem: Problem) -> bool:
-    return problem.field in (entry.model_json if problem.file == entry.json_path else entry.fields)
+    keys = {None: entry.fields, entry.path: entry.fields, entry.json_path: entry.model_json}
+    return problem.field in keys.get(problem.file, ())
 
 
 def _without(entry: Entry, problem: Problem) -> Entry:

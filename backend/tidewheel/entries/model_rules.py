@@ -16,10 +16,12 @@ from tidewheel.entries.findings import Problem, error, note, warning
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
+from tidewheel.lora import parse_loras
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import ModelPlan, plan_model
+from tidewheel.models.lora_folder import open_lora
 from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_config
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
@@ -84,6 +86,16 @@ class ModelJudge:
             new = [problem for problem in _with_refusal(file, step) if problem not in told]
             told += new  # several steps read `config.json`
             yield from new
+
+    def refused_adapters(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, reason) of adapters that do not fit the model, by the headers of their files."""
+        if self._plan is None or not isinstance(native := self._plan.native, Decoder) or not self._is_this_machine:
+            return
+        for name, folder in parse_loras(self._config.lora_modules).items():
+            try:
+                open_lora(Path(folder), native, self._config.max_lora_rank)
+            except ConfigError as refusal:
+                yield name, str(refusal)
 
     def _find_folder(self) -> Iterator[Problem]:
         config = self._config

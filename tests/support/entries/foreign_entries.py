@@ -53,6 +53,17 @@ SAMPLE_JSON = {
     "enforce_eager": True,
     "disable_log_stats": False,
 }
+# As in its docs/llama_multi_lora_tutorial.md, for one device.
+SAMPLE_LORA_JSON = {
+    "model": "/vllm_workspace/weights/backbone/llama-7b-hf",
+    "disable_log_requests": "true",
+    "gpu_memory_utilization": 0.8,
+    "tensor_parallel_size": 1,
+    "block_size": 16,
+    "enforce_eager": "true",
+    "enable_lora": "true",
+    "max_lora_rank": 16,
+}
 
 # As fill_template.py of tensorrtllm_backend leaves its all_models/inflight_batcher_llm; what it does not fill in
 # counts as absent there too.

@@ -17,6 +17,8 @@ from tidewheel_kernels.decode_layers import structures
 from tidewheel_kernels.grouped_linear import LaneWeights
 from tidewheel_kernels.grouped_linear.reference import INPUT_GROUP
 from tidewheel_kernels.kv_cache.codes import INT8, check_codes, scales_at
+from tidewheel_kernels.lora import LoraGroups, LoraStack
+from tidewheel_kernels.lora.cpu import empty_products, group_addresses, stack_address
 from tidewheel_kernels.native.library import POINTER, NativeKernel, mixed_dtypes, native_library
 from tidewheel_kernels.packed_linear import FEW_ROWS, PackedWeights
 
@@ -96,6 +98,7 @@ class DecodeLayers:
         self._buffers = self._allocate(first)
         self._kept = layers, cos_sin
         self._caches: Sequence[LayerCache] = ()
+        self.takes_lora = False
 
     def _allocate(self, layer: LayerWeights) -> dict[str, torch.Tensor]:
         """Allocate buffers between stages."""
@@ -117,12 +120,31 @@ class DecodeLayers:
             setattr(self._step, name, tensor.data_ptr())
         return buffers
 
+    def use_lora(self, stacks: Sequence[LoraStack | None]) -> None:
+        """Bind adapters of each layer's qkv, output, gate_up and down, in order of layers; None: never any.
+
+        Afterwards `takes_lora` is whether the C kernel can read all stacks.
+        """
+        addresses = [None if stack is None else stack_address(stack, self.dtype) for stack in stacks]
+        self.takes_lora = all(
+            stack is None or address is not None for stack, address in zip(stacks, addresses, strict=True)
+        )
+        self._lora_addresses = (ctypes.c_void_p * (len(self._layers) * structures.LINEARS))(*addresses)
+        self._step.lora_stacks = ctypes.addressof(self._lora_addresses)
+        self._lora_width = max((stack.width for stack in stacks if stack is not None), default=0)
+
     def run(
-        self, x: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, caches: Sequence[LayerCache]
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        caches: Sequence[LayerCache],
+        lora_groups: LoraGroups | None = None,
     ) -> torch.Tensor:
         """Replace `x` [T, hidden], embeddings of at most `max_rows` decodes, by the last layer's output.
 
-        Return the residual [T, hidden]. `positions` are [T] int64.
+        Return the residual [T, hidden]. `positions` are [T] int64. `lora_groups`, with `takes_lora` alone: rows
+        with adapters.
         """
         if caches is not self._caches:
             self._use_caches(caches)
@@ -131,6 +153,10 @@ class DecodeLayers:
         step.tables, step.table_stride = tables.data_ptr(), tables.stride(0)
         step.seq_lens, step.num_rows = meta.seq_lens.data_ptr(), x.shape[0]
         step.x, step.residual, step.num_threads = x.data_ptr(), residual.data_ptr(), torch.get_num_threads()
+        step.lora_groups = None
+        if lora_groups is not None:
+            addresses, products = group_addresses(lora_groups), empty_products(lora_groups, self._lora_width)
+            step.lora_groups, step.lora_products = ctypes.addressof(addresses), products.data_ptr()
         _decode_layers[self.dtype](ctypes.addressof(step))
         return residual
 
@@ -160,7 +186,8 @@ class DecodeLayers:
 
 def _layer_addresses(layer: LayerWeights) -> structures.LayerAddresses:
     norms = (None if norm is None else norm.data_ptr() for norm in layer[:4])
-    return structures.LayerAddresses(*norms, *map(_linear_addresses, layer.linears), layer.sliding_window)
+    linears = tuple(map(_linear_addresses, layer.linears))
+    return structures.LayerAddresses(*norms, linears, layer.sliding_window)
 
 
 def _linear_addresses(linear: LinearWeights) -> structures.LinearAddresses:

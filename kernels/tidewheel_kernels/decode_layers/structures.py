@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+LINEARS = 4  # of a layer: qkv, output, gate_up and down
+
 
 def _pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_void_p) for name in names]
@@ -20,7 +22,7 @@ class LinearAddresses(ctypes.Structure):
 class LayerAddresses(ctypes.Structure):
     _fields_ = (
         *_pointers("input_norm", "mlp_norm", "q_norm", "k_norm"),
-        *((name, LinearAddresses) for name in ("qkv", "output", "gate_up", "down")),
+        ("linears", LinearAddresses * LINEARS),
         *_longs("sliding_window"),
     )
 
@@ -42,6 +44,7 @@ class StepAddresses(ctypes.Structure):
     _fields_ = (
         *_pointers("model", "caches", "positions", "slots", "tables", "seq_lens", "x", "residual"),
         *_pointers("normed", "heads", "attended", "gate_up", "activated", "codes", "scales", "sums", "starts"),
+        *_pointers("lora_groups", "lora_stacks", "lora_products"),
         *_longs("num_rows", "table_stride", "block_size", "scales_at", "k_block_stride", "v_block_stride"),
         ("num_threads", ctypes.c_int32),
     )

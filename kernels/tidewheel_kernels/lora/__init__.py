@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tidewheel_kernels.choice import Op
+from tidewheel_kernels.lora.cpu import add_lora_native
 from tidewheel_kernels.lora.groups import TILE, LoraGroups, group_tokens, max_tiles
 from tidewheel_kernels.lora.reference import add_lora_reference
 from tidewheel_kernels.lora.stacks import HostLoraStack, LoraMatrices, LoraSizes, LoraStack
@@ -27,7 +28,8 @@ def add_lora(
 ) -> None:
     """Add each grouped token's adapter to its row of `out`; other rows keep their bits.
 
-    Sums are float32, and the row is rounded once. It is bitwise the same beside any other rows.
+    Sums are float32, and the row is rounded once. Of the C and the triton-lang kernels, it is bitwise the same beside
+    any other rows.
     """
     sizes = stack.sizes
     if out.shape != (len(x), sizes.out_features) or x.shape[1] != sizes.in_features or out.dtype != x.dtype:
@@ -38,7 +40,7 @@ def add_lora(
     _OP.chosen[x.device, x.dtype](out, x, stack, groups)
 
 
-_OP = Op("add_lora", __name__, reference=add_lora_reference)
+_OP = Op("add_lora", __name__, reference=add_lora_reference, cpu=add_lora_reference, native=add_lora_native)
 
 __all__ = [
     "TILE",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,7 @@ class LoraStack(ABC):
         if not 0 < len(sizes.part_sizes) <= MAX_PARTS:
             raise ValueError(f"a layer has up to {MAX_PARTS} parts, got {len(sizes.part_sizes)}")
         self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.width = len(sizes.part_sizes) * sizes.max_rank  # of the products between both matrices
 
     def set(self, slot: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """Give a slot an adapter's `LoraMatrices` by part, None where it has none.
@@ -76,16 +79,40 @@ class LoraStack(ABC):
         """Return a slot's matrices by part."""
 
 
+class _Part(ctypes.Structure):
+    """C structure `LoraPart` of lora.h."""
+
+    _fields_ = (("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64))
+
+
+class _Stack(ctypes.Structure):
+    """C structure `LoraStack` of lora.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "ends")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "num_inputs", "max_rank")),
+    )
+
+
 class HostLoraStack(LoraStack):
-    """Stack of the adapters' own tensors, at addresses that the C kernel has."""
+    """Stack of the adapters' own tensors, at addresses that C kernels have."""
 
     def __init__(self, sizes: LoraSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(sizes, dtype, device)
-        nothing: list[LoraMatrices | None] = [None] * len(sizes.part_sizes)
+        num_parts = len(sizes.part_sizes)
+        nothing: list[LoraMatrices | None] = [None] * num_parts
         self._slots = [nothing for _ in range(sizes.max_loras)]
+        self._parts = (_Part * (sizes.max_loras * num_parts))()
+        self._ends = (ctypes.c_int64 * num_parts)(*accumulate(sizes.part_sizes))
+        self._stack = _Stack(
+            ctypes.addressof(self._parts), ctypes.addressof(self._ends), num_parts, sizes.in_features, sizes.max_rank
+        )
+        self.address = ctypes.addressof(self._stack)
 
     def _set(self, slot: int, parts: Sequence[LoraMatrices | None]) -> None:
-        self._slots[slot] = [None if part is None else self._arranged(part) for part in parts]
+        self._slots[slot] = arranged = [None if part is None else self._arranged(part) for part in parts]
+        for place, part in enumerate(arranged, slot * len(parts)):
+            self._parts[place] = _Part() if part is None else _Part(*map(_address, part), part.a.shape[0])
 
     def _arranged(self, part: LoraMatrices) -> LoraMatrices:
         a, b = (tensor.to(self.device) for tensor in part)
@@ -93,3 +120,7 @@ class HostLoraStack(LoraStack):
 
     def matrices(self, slot: int) -> Sequence[LoraMatrices | None]:
         return self._slots[slot]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()

@@ -71,15 +71,24 @@ INLINE int64_t blocked_tiles(const BlockedMatrix *w) {
     return num_blocks * ((w->block + WIDE_OUTPUTS - 1) / WIDE_OUTPUTS);
 }
 
+INLINE int64_t first_of_tile(const BlockedMatrix *w, int64_t tile) {
+    int64_t per_block = (w->block + WIDE_OUTPUTS - 1) / WIDE_OUTPUTS;
+    return tile / per_block * w->block + tile % per_block * WIDE_OUTPUTS;
+}
+
+/* The last tiles may reach past the last output. */
+INLINE int64_t width_of_tile(const BlockedMatrix *w, int64_t tile) {
+    int64_t left = w->block - first_of_tile(w, tile) % w->block;
+    return left < WIDE_OUTPUTS ? left : WIDE_OUTPUTS;
+}
+
 /* A tile's outputs of all rows. */
 INLINE void blocked_outputs(
     const BlockedMatrix *w, const element *x, int64_t x_stride, const element *bias, element *out, int64_t num_rows,
     int64_t tile) {
-    int64_t per_block = (w->block + WIDE_OUTPUTS - 1) / WIDE_OUTPUTS;
-    int64_t block = tile / per_block, within = tile % per_block * WIDE_OUTPUTS, first = block * w->block + within;
-    int64_t width = w->block - within < WIDE_OUTPUTS ? w->block - within : WIDE_OUTPUTS;
+    int64_t first = first_of_tile(w, tile), width = width_of_tile(w, tile), within = first % w->block;
     int64_t left = w->num_outputs - first < width ? w->num_outputs - first : width;
-    const element *weights = w->weights + block * w->block * w->padded_inputs + within * PAIR;
+    const element *weights = w->weights + (first - within) * w->padded_inputs + within * PAIR;
     for (int64_t row = 0; row < num_rows && left > 0; row += FEW) {
         int64_t count = num_rows - row < FEW ? num_rows - row : FEW;
         float sums[FEW][WIDE_OUTPUTS];

@@ -5,10 +5,11 @@
 #include "blocked_products.h"
 #include "context.h"
 #include "grouped_products.h"
+#include "lora.h"
 #include "rows.h"
 #include "team.h"
 
-enum { STAGES = 9, SEGMENT = 512 /* activations of a piece of work; whole groups */ };
+enum { STAGES = 13 /* 4 with adapters alone */, SEGMENT = 512 /* activations of a piece of work; whole groups */ };
 
 typedef struct {
     const Matrix *grouped; /* or NULL, with `blocked` */
@@ -16,10 +17,12 @@ typedef struct {
     const element *bias; /* [num_outputs]; or NULL */
 } Linear;
 
+enum { QKV, OUTPUT, GATE_UP, DOWN, LINEARS };
+
 typedef struct {
     const element *input_norm, *mlp_norm; /* [hidden] */
     const element *q_norm, *k_norm;       /* [head_dim]; or NULL */
-    Linear qkv, output, gate_up, down;
+    Linear linears[LINEARS];
     int64_t sliding_window; /* 0: every key is seen */
 } Layer;
 
@@ -47,6 +50,9 @@ typedef struct {
     int8_t *codes; /* as in `Rows` */
     float *scales, *sums;
     int32_t *starts;
+    const LoraGroups *lora_groups;       /* or NULL: no row has an adapter */
+    const LoraStack *const *lora_stacks; /* [num_layers, LINEARS], with groups; NULL: the product has no adapters */
+    float *lora_products;                /* as of `shrink_lora` */
     int64_t num_rows, table_stride, block_size, scales_at, k_block_stride, v_block_stride;
     int32_t num_threads;
 } Step;
@@ -67,8 +73,25 @@ INLINE void round_inputs(
         round_group(row + at, rows, index * num_groups + at / GROUP, *linear->grouped);
 }
 
+INLINE const LoraStack *stack_of(const Step *s, int64_t layer, int linear) {
+    return s->lora_groups ? s->lora_stacks[layer * LINEARS + linear] : NULL;
+}
+
+/* Add the adapters of all rows to a tile's outputs. */
+static void add_adapters(const Step *s, const LoraStack *stack, const Linear *l, element *out, int64_t tile) {
+    int64_t num_outputs = l->grouped ? l->grouped->num_outputs : l->blocked->num_outputs;
+    int64_t first = l->grouped ? tile * TILE_OUTPUTS : first_of_tile(l->blocked, tile);
+    int64_t end = first + (l->grouped ? TILE_OUTPUTS : width_of_tile(l->blocked, tile));
+    for (int64_t rows = 0; rows < s->lora_groups->num_tiles; rows++)
+        expand_lora(
+            stack, s->lora_groups, s->lora_products, out, num_outputs, rows, first,
+            end < num_outputs ? end : num_outputs);
+}
+
 /* Not inlined: four copies of all tiles took 7 s to compile. */
-static __attribute__((noinline)) void multiply_tile_of(const Step *s, const Linear *l, const element *x, element *out, int64_t tile) {
+static __attribute__((noinline)) void multiply_tile_of(
+    const Step *s, int64_t layer, int linear, const element *x, element *out, int64_t tile) {
+    const Linear *l = &s->model->layers[layer].linears[linear];
     if (l->grouped) {
         Rows rows = rounded_rows(s, l->grouped->num_inputs / GROUP);
         if (l->grouped->bits == 8)
@@ -78,6 +101,8 @@ static __attribute__((noinline)) void multiply_tile_of(const Step *s, const Line
     } else {
         blocked_outputs(l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile);
     }
+    const LoraStack *stack = stack_of(s, layer, linear);
+    if (stack) add_adapters(s, stack, l, out, tile);
 }
 
 INLINE int64_t tiles_of(const Linear *l) {
@@ -90,11 +115,11 @@ static void begin_layer(const Step *s, int64_t layer, int64_t row) {
     element *x = s->x + row * m->hidden, *residual = s->residual + row * m->hidden, *normed = s->normed + row * m->hidden;
     if (layer == 0) memcpy(residual, x, m->hidden * sizeof(element));
     normalise(x, layer == 0 ? NULL : residual, l->input_norm, normed, residual, m->hidden, m->eps, 0.0f);
-    round_inputs(s, &l->qkv, normed, row, 0, m->hidden);
+    round_inputs(s, &l->linears[QKV], normed, row, 0, m->hidden);
 }
 
 static void project(const Step *s, int64_t layer, int64_t tile) {
-    multiply_tile_of(s, &s->model->layers[layer].qkv, s->normed, s->heads, tile);
+    multiply_tile_of(s, layer, QKV, s->normed, s->heads, tile);
 }
 
 /* Rotate one KV head's key and queries, store key and value, and attend. */
@@ -129,11 +154,11 @@ static void attend_kv_head(const Step *s, int64_t layer, int64_t piece) {
 
 static void round_attended(const Step *s, int64_t layer, int64_t row) {
     int64_t width = s->model->num_q_heads * s->model->head_dim;
-    round_inputs(s, &s->model->layers[layer].output, s->attended + row * width, row, 0, width);
+    round_inputs(s, &s->model->layers[layer].linears[OUTPUT], s->attended + row * width, row, 0, width);
 }
 
 static void project_output(const Step *s, int64_t layer, int64_t tile) {
-    multiply_tile_of(s, &s->model->layers[layer].output, s->attended, s->x, tile);
+    multiply_tile_of(s, layer, OUTPUT, s->attended, s->x, tile);
 }
 
 static void begin_mlp(const Step *s, int64_t layer, int64_t row) {
@@ -141,11 +166,11 @@ static void begin_mlp(const Step *s, int64_t layer, int64_t row) {
     const Layer *l = m->layers + layer;
     element *x = s->x + row * m->hidden, *residual = s->residual + row * m->hidden, *normed = s->normed + row * m->hidden;
     normalise(x, residual, l->mlp_norm, normed, residual, m->hidden, m->eps, 0.0f);
-    round_inputs(s, &l->gate_up, normed, row, 0, m->hidden);
+    round_inputs(s, &l->linears[GATE_UP], normed, row, 0, m->hidden);
 }
 
 static void expand(const Step *s, int64_t layer, int64_t tile) {
-    multiply_tile_of(s, &s->model->layers[layer].gate_up, s->normed, s->gate_up, tile);
+    multiply_tile_of(s, layer, GATE_UP, s->normed, s->gate_up, tile);
 }
 
 static void gate(const Step *s, int64_t layer, int64_t piece) {
@@ -155,12 +180,22 @@ static void gate(const Step *s, int64_t layer, int64_t piece) {
     const element *from = s->gate_up + row * 2 * width + first;
     element *to = s->activated + row * width;
     activate(from, from + width, to + first, count);
-    round_inputs(s, &s->model->layers[layer].down, to, row, first, count);
+    round_inputs(s, &s->model->layers[layer].linears[DOWN], to, row, first, count);
 }
 
 static void contract(const Step *s, int64_t layer, int64_t tile) {
-    multiply_tile_of(s, &s->model->layers[layer].down, s->activated, s->x, tile);
+    multiply_tile_of(s, layer, DOWN, s->activated, s->x, tile);
 }
+
+#define SHRINK(name, linear, x) \
+    static void name(const Step *s, int64_t layer, int64_t piece) { \
+        const LoraStack *stack = stack_of(s, layer, linear); \
+        shrink_lora(stack, s->lora_groups, x, stack->num_inputs, s->lora_products, piece); \
+    }
+SHRINK(shrink_qkv, QKV, s->normed)
+SHRINK(shrink_output, OUTPUT, s->attended)
+SHRINK(shrink_gate_up, GATE_UP, s->normed)
+SHRINK(shrink_down, DOWN, s->activated)
 
 INLINE void run(const Step *s, Stage *stage, Job job, int64_t layer, int64_t total) {
     int64_t share = total / (s->num_threads * SHARES_PER_THREAD) + 1, first, end, count = 0;
@@ -171,20 +206,26 @@ INLINE void run(const Step *s, Stage *stage, Job job, int64_t layer, int64_t tot
     finish_stage(stage, count, total);
 }
 
+/* Compute the products of a layer's matrix and of its adapters, a stage each. */
+INLINE void run_product(const Step *s, Stage *stages, Job shrink, Job multiply, int64_t layer, int linear) {
+    const LoraStack *stack = stack_of(s, layer, linear);
+    if (stack) run(s, stages, shrink, layer, shrink_pieces(stack, s->lora_groups));
+    run(s, stages + 1, multiply, layer, tiles_of(&s->model->layers[layer].linears[linear]));
+}
+
 static void run_layers(const Step *s, Stage *stages) {
     const Decoder *m = s->model;
     int64_t num_segments = (m->intermediate + SEGMENT - 1) / SEGMENT;
     for (int64_t layer = 0; layer < m->num_layers; layer++, stages += STAGES) {
-        const Layer *l = m->layers + layer;
         run(s, stages, begin_layer, layer, s->num_rows);
-        run(s, stages + 1, project, layer, tiles_of(&l->qkv));
-        run(s, stages + 2, attend_kv_head, layer, s->num_rows * m->num_kv_heads);
-        if (l->output.grouped) run(s, stages + 3, round_attended, layer, s->num_rows);
-        run(s, stages + 4, project_output, layer, tiles_of(&l->output));
-        run(s, stages + 5, begin_mlp, layer, s->num_rows);
-        run(s, stages + 6, expand, layer, tiles_of(&l->gate_up));
-        run(s, stages + 7, gate, layer, s->num_rows * num_segments);
-        run(s, stages + 8, contract, layer, tiles_of(&l->down));
+        run_product(s, stages + 1, shrink_qkv, project, layer, QKV);
+        run(s, stages + 3, attend_kv_head, layer, s->num_rows * m->num_kv_heads);
+        if (m->layers[layer].linears[OUTPUT].grouped) run(s, stages + 4, round_attended, layer, s->num_rows);
+        run_product(s, stages + 5, shrink_output, project_output, layer, OUTPUT);
+        run(s, stages + 7, begin_mlp, layer, s->num_rows);
+        run_product(s, stages + 8, shrink_gate_up, expand, layer, GATE_UP);
+        run(s, stages + 10, gate, layer, s->num_rows * num_segments);
+        run_product(s, stages + 11, shrink_down, contract, layer, DOWN);
     }
 }
 

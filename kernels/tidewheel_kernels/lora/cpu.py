@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from tidewheel_kernels.lora.groups import TILE, LoraGroups
+from tidewheel_kernels.lora.stacks import HostLoraStack, LoraStack
+from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKernel, mixed_dtypes
+
+_add_lora = NativeKernel("add_lora", *[POINTER] * 5, *[LONG] * 2, THREADS)
+
+
+class GroupAddresses(ctypes.Structure):
+    """C structure `LoraGroups` of lora.h."""
+
+    _fields_ = (("rows", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("num_tiles", ctypes.c_int64))
+
+
+def group_addresses(groups: LoraGroups) -> GroupAddresses:
+    return GroupAddresses(groups.tokens.data_ptr(), groups.slots.data_ptr(), groups.num_tiles)
+
+
+def stack_address(stack: LoraStack, dtype: torch.dtype) -> int | None:
+    """Return the address of a stack's `LoraStack` of lora.h; None: another implementation reads it."""
+    return stack.address if isinstance(stack, HostLoraStack) and stack.dtype == dtype else None
+
+
+def empty_products(groups: LoraGroups, width: int) -> torch.Tensor:
+    """Allocate room between both products of stacks of up to `width` ranks."""
+    return torch.empty(groups.num_tiles * TILE * width, dtype=torch.float32)
+
+
+def add_lora_native(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, groups: LoraGroups) -> None:
+    stack_at = stack_address(stack, x.dtype)
+    if stack_at is None:
+        raise mixed_dtypes(x.dtype, torch.empty(0, dtype=stack.dtype))
+    addresses, products = group_addresses(groups), empty_products(groups, stack.width)
+    _add_lora[x.dtype](
+        stack_at, ctypes.addressof(addresses), x.data_ptr(), out.data_ptr(), products.data_ptr(), x.stride(0),
+        out.stride(0), torch.get_num_threads(),
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+/* Adapters of low rank (LoRA). A row's result does not depend on the rows beside it. */
+#pragma once
+
+#include "lanes.h"
+
+/* LORA_FEW rows by LORA_RANKS vectors of sums, or LORA_WIDE vectors of outputs, stay in registers. */
+enum { LORA_TILE = 16 /* rows of one adapter */, LORA_WIDE = 2, PER_VECTOR = VECTOR_BYTES / sizeof(element) };
+#if defined __AVX512F__
+enum { LORA_FEW = 4, LORA_RANKS = 4 };
+#else
+enum { LORA_FEW = 2, LORA_RANKS = 2 };
+#endif
+
+typedef struct {
+    const element *a; /* [rank, num_inputs] */
+    const element *b; /* [rank, outputs of the part] */
+    int64_t rank;     /* 0: the part has no adapter */
+} LoraPart;
+
+typedef struct {
+    const LoraPart *parts; /* [num_slots, num_parts] */
+    const int64_t *ends;   /* of each part's outputs, [num_parts] */
+    int64_t num_parts, num_inputs, max_rank;
+} LoraStack;
+
+/* Rows with adapters in tiles; a tile's rows come first. */
+typedef struct {
+    const int32_t *rows;  /* [num_tiles, LORA_TILE]; negative: padding */
+    const int32_t *slots; /* [num_tiles]; negative: an empty tile */
+    int64_t num_tiles;
+} LoraGroups;
+
+typedef uint16_t bfloats __attribute__((vector_size(2 * LANES), aligned(2)));
+
+INLINE int64_t rows_of_tile(const LoraGroups *g, int64_t tile) {
+    const int32_t *rows = g->rows + tile * LORA_TILE;
+    int64_t count = 0;
+    while (count < LORA_TILE && rows[count] >= 0) count++;
+    return count;
+}
+
+INLINE const LoraPart *parts_of_tile(const LoraStack *s, const LoraGroups *g, int64_t tile) {
+    return s->parts + g->slots[tile] * s->num_parts;
+}
+
+/* Products of up to LORA_RANKS ranks are a piece of work. */
+INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) {
+    return g->num_tiles * s->num_parts * ((s->max_rank + LORA_RANKS - 1) / LORA_RANKS);
+}
+
+/* Room for a @ x: [num_tiles, LORA_TILE, num_parts, max_rank]. */
+INLINE int64_t lora_width(const LoraStack *s) { return s->num_parts * s->max_rank; }
+
+/* Write a piece of a @ x to `h`. */
+void shrink_lora(
+    const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, float *h, int64_t piece);
+
+/* Add b @ h of a tile's rows to outputs [first, end). */
+void expand_lora(
+    const LoraStack *s, const LoraGroups *g, const float *h, element *out, int64_t out_stride, int64_t tile,
+    int64_t first, int64_t end);

@@ -41,14 +41,6 @@ class LoraLoad(NamedTuple):
     lora: Lora  # its weights are loaded
 
 
-def check_lora_name(name: str, where: str) -> None:
-    """Raise `ConfigError`, which begins with `where`, for a name that no adapter may have."""
-    if not name or len(name) > MAX_LORA_NAME_CHARS:
-        raise ConfigError(f"{where} has a name of {len(name)} characters: it must be 1 to {MAX_LORA_NAME_CHARS}")
-    if control := control_character(name):
-        raise ConfigError(f"{where} has a name with {control}: remove it")
-
-
 def parse_loras(text: str, where: str = "lora_modules") -> dict[str, str]:
     """Parse ``{"name": "folder"}``; empty text names no adapters. Raise `ConfigError`, which begins with `where`."""
     loras = parse_object(text, where) if text.strip() else {}
@@ -59,13 +51,14 @@ def parse_loras(text: str, where: str = "lora_modules") -> dict[str, str]:
             f"{where} has {size} bytes of names and folders: at most {MAX_LORAS_BYTES} are allowed; use shorter "
             "paths, or load adapters while the server runs"
         )
-    folders = {}
     for name, folder in loras.items():
-        check_lora_name(name, where)
+        if not 0 < len(name) <= MAX_LORA_NAME_CHARS:
+            raise ConfigError(f"{where} has a name of {len(name)} characters: it must be 1 to {MAX_LORA_NAME_CHARS}")
+        if control := control_character(name):
+            raise ConfigError(f"{where} has a name with {control}: remove it")
         if not isinstance(folder, str) or not folder or control_character(folder):
             raise ConfigError(f"{where}: {name} is {folder!r}: it must be the path of the adapter's folder")
-        folders[name] = folder
-    return folders
+    return {name: str(folder) for name, folder in loras.items()}
 
 
 def read_multi_lora(version_folder: Path) -> dict[str, str]:

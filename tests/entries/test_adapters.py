@@ -44,7 +44,7 @@ def entry(write: WriteEntry) -> Path:
 def test_mistakes_in_the_file(entry: Path, text: str, where: str, field: str, words: str) -> None:
     (entry / "1" / "multi_lora.json").write_text(text)
     (found,) = check(entry).findings
-    assert (found.rule, found.severity, found.field) == ("multi-lora", "error", field)
+    assert (found.rule, found.severity, found.field) == ("multi-lora" if field else "settings", "error", field)
     assert place(found) == where and matches(words, found.message), found
 
 

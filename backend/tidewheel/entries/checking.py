@@ -27,7 +27,7 @@ from tidewheel.regular_files import read_text
 from tidewheel.settings import nearest
 
 if TYPE_CHECKING:
-    from tidewheel.entries.model_rules import MemoryNeeds, ModelJudge
+    from tidewheel.entries.model_rules import MemoryNeeds
 
 RULES = ("syntax", "folder", "backend", "settings", "model", "together")  # beside `CONFIG_RULES`
 _UNREAD = (("schema", "error"), ("model-json", "error"))  # with these, a model that is set may not be seen
@@ -162,7 +162,8 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
 
     judge = ModelJudge(settings.engine, is_this_machine=entry.is_this_machine)
     yield from located(entry, "model", (at_setting(entry, problem) for problem in judge.problems()))
-    yield from _judge_adapters(entry, judge, report)
+    refused = (_adapter_problem(entry, name, reason) for name, reason in judge.refused_adapters())
+    yield from located(entry, "multi-lora", refused)
     if judge.needs is not None:
         report.needs[entry.name] = (settings.engine, judge.needs)
     if judge.implementation:
@@ -173,18 +174,10 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
         report.memory[entry.name] = judge.memory
 
 
-def _judge_adapters(entry: Entry, judge: ModelJudge, report: CheckReport) -> Iterator[Finding]:
-    told = {found.message for found in report.findings}  # the rule of the file read their configurations
-    refused = [(name, f"{name}: {reason}") for name, reason in judge.refused_adapters()]
-    by_setting = "lora_modules" in entry.settings
-    problems = (
-        _problem(entry, "lora_modules", message, entry.parameters)
-        if by_setting
-        else error(name, message, file=entry.lora_path)
-        for name, message in refused
-        if message not in told
-    )
-    yield from located(entry, "multi-lora", problems)
+def _adapter_problem(entry: Entry, name: str, reason: str) -> Problem:
+    if "lora_modules" in entry.settings:
+        return at_setting(entry, error("", f"lora_modules: {name}: {reason}"))
+    return error(name, f"{name}: {reason}", file=entry.lora_path)
 
 
 def _judge_one_shot(entry: Entry, config: EngineConfig, report: CheckReport) -> Iterator[Problem]:
@@ -252,13 +245,13 @@ def judge_settings(entry: Entry) -> SettingsJudgement:
             is_known = settings.engine.model != _NO_MODEL
             return SettingsJudgement([*problems, *_without_effect(entry)], settings if is_known else None)
         except ConfigError as refusal:
-            if str(refusal).startswith(str(model.folder / model.version / MULTI_LORA)):  # a rule of its own says it
-                parameters.pop("enable_lora", None)
-                from_json.pop("enable_lora", None)
-                continue
             settings_left = {**parameters, **from_json}
-            key = _named(str(refusal), settings_left)
-            problems.append(_problem(entry, key, str(refusal), parameters))
+            if str(refusal).startswith(str(model.folder / model.version / MULTI_LORA)):
+                key = "enable_lora"  # without which the file is not read
+                problems.append(error("", str(refusal), file=entry.lora_path))
+            else:
+                key = _named(str(refusal), settings_left)
+                problems.append(_problem(entry, key, str(refusal), parameters))
             if key == "engine_of" or (not key and {"model", "engine_of"} & settings_left.keys()):
                 return SettingsJudgement(problems, None)
             if key:

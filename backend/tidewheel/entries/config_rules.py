@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor
@@ -17,8 +16,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.entries.entry import CONFIG_NAME, Entry, num_gpus
 from tidewheel.entries.findings import Problem, error, json_fields, note, pbtxt_fields, walk, warning
 from tidewheel.errors import ConfigError
-from tidewheel.lora import MULTI_LORA, read_multi_lora
-from tidewheel.models.lora_config import read_lora_config
+from tidewheel.lora import MULTI_LORA
 from tidewheel.regular_files import read_object, read_text
 from tidewheel.settings import BOOLEANS, nearest
 
@@ -142,37 +140,17 @@ def model_json(entry: Entry) -> Iterator[Problem]:
     except ConfigError as refusal:
         yield error("", str(refusal), file=entry.json_path)
         return
-    yield from _repeated_keys(entry.json_path)
-
-
-def _repeated_keys(path: Path) -> Iterator[Problem]:
-    counts = Counter(field.name for field in json_fields(read_text(path) or ""))
+    counts = Counter(field.name for field in json_fields(read_text(entry.json_path) or ""))
     for key, count in counts.items():
         if count > 1:
             message = f"{key} is there {count} times, and only the last one counts: keep one"
-            yield error(key, message, file=path)
+            yield error(key, message, file=entry.json_path)
 
 
 def multi_lora(entry: Entry) -> Iterator[Problem]:
-    """Yield an unreadable `multi_lora.json`, and adapters that cannot be served by their configuration."""
-    path = entry.lora_path
-    if not path.exists():
-        return
-    if not BOOLEANS.get(str(entry.settings.get("enable_lora")).strip().lower()):
+    if entry.lora_path.exists() and not BOOLEANS.get(str(entry.settings.get("enable_lora")).strip().lower()):
         advice = "no adapter is served: set enable_lora to true in model.json, or remove the file"
-        yield warning("", f"{MULTI_LORA} is there, and enable_lora is not true, so {advice}", file=path)
-        return
-    try:
-        folders = read_multi_lora(path.parent)
-    except ConfigError as refusal:
-        yield error("", str(refusal), file=path)
-        return
-    yield from _repeated_keys(path)
-    for name, folder in folders.items() if entry.is_this_machine else ():
-        try:
-            read_lora_config(Path(folder))
-        except ConfigError as refusal:
-            yield error(name, f"{name}: {refusal}", file=path)
+        yield warning("", f"{MULTI_LORA} is there, and enable_lora is not true, so {advice}", file=entry.lora_path)
 
 
 def backend(entry: Entry) -> Iterator[Problem]:

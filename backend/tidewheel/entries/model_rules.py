@@ -21,6 +21,7 @@ from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import ModelPlan, plan_model
+from tidewheel.models.lora_config import read_lora_config
 from tidewheel.models.lora_folder import open_lora
 from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_config
 from tidewheel.models.shard import Shard
@@ -88,12 +89,13 @@ class ModelJudge:
             yield from new
 
     def refused_adapters(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, reason) of adapters that do not fit the model, by the headers of their files."""
-        if self._plan is None or not isinstance(native := self._plan.native, Decoder) or not self._is_this_machine:
-            return
-        for name, folder in parse_loras(self._config.lora_modules).items():
+        """Yield (name, reason) of adapters that do not fit the model, by their configurations and file headers."""
+        native = None if self._plan is None else self._plan.native
+        for name, folder in parse_loras(self._config.lora_modules).items() if self._is_this_machine else ():
             try:
-                open_lora(Path(folder), native, self._config.max_lora_rank)
+                read_lora_config(Path(folder))
+                if isinstance(native, Decoder):
+                    open_lora(Path(folder), native, self._config.max_lora_rank)
             except ConfigError as refusal:
                 yield name, str(refusal)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,20 +20,6 @@ NUM_REQUESTS = 32
 NUM_TOKENS = 8
 BLOCK_SIZE = 16
 
-NATIVE: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": tiny_models.llama,
-    "llama-llama3-rope-tied": partial(
-        tiny_models.llama, rope_parameters=tiny_models.LLAMA3_ROPE, tie_word_embeddings=True
-    ),
-    "llama-linear-rope-biases": partial(
-        tiny_models.llama, rope_parameters=tiny_models.LINEAR_ROPE, attention_bias=True, mlp_bias=True
-    ),
-    "mistral-window": tiny_models.mistral,
-    "qwen2": tiny_models.qwen2,
-    "qwen2-window": partial(tiny_models.qwen2, use_sliding_window=True, sliding_window=20, max_window_layers=1),
-    "qwen3-tied": partial(tiny_models.qwen3, tie_word_embeddings=True),
-    "qwen3-yarn": partial(tiny_models.qwen3, rope_parameters=tiny_models.YARN_ROPE, attention_bias=True),
-}
 THROUGH_TRANSFORMERS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma2": tiny_models.gemma2,
     "gemma3": tiny_models.gemma3,
@@ -47,7 +32,7 @@ MORE_THROUGH_TRANSFORMERS: dict[str, Callable[[], PreTrainedModel]] = {
     "granite": tiny_models.granite,
     "phi3-window": tiny_models.phi3,
 }
-MODELS = {**NATIVE, **THROUGH_TRANSFORMERS, **MORE_THROUGH_TRANSFORMERS}
+MODELS = {**tiny_models.NATIVE, **THROUGH_TRANSFORMERS, **MORE_THROUGH_TRANSFORMERS}
 
 
 class Case(NamedTuple):
@@ -62,7 +47,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE_THROUGH_TRANSFORMERS]
 
 
-@pytest.fixture(scope="module", params=[*NATIVE, *THROUGH_TRANSFORMERS, *SLOW])
+@pytest.fixture(scope="module", params=[*tiny_models.NATIVE, *THROUGH_TRANSFORMERS, *SLOW])
 def model_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

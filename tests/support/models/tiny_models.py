@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +53,18 @@ def qwen2(**changes: object) -> PreTrainedModel:
 
 def qwen3(**changes: object) -> PreTrainedModel:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**SHAPE, "head_dim": 24, **changes}))
+
+
+NATIVE: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "llama-llama3-rope-tied": partial(llama, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    "llama-linear-rope-biases": partial(llama, rope_parameters=LINEAR_ROPE, attention_bias=True, mlp_bias=True),
+    "mistral-window": mistral,
+    "qwen2": qwen2,
+    "qwen2-window": partial(qwen2, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3-tied": partial(qwen3, tie_word_embeddings=True),
+    "qwen3-yarn": partial(qwen3, rope_parameters=YARN_ROPE, attention_bias=True),
+}
 
 
 def gemma2() -> PreTrainedModel:

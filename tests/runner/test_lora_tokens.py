@@ -1,0 +1,113 @@
+"""An adapter gives the greedy tokens of transformers with its sum in the weights, in float32, beside any others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from support.models import tiny_models
+from support.models.peft_folders import write_merged, write_peft
+from support.runner.lora_loop import MAX_RANK, LoraRunner
+from support.runner.step_loop import StepLoop, poison, request
+from tidewheel.batch import Int32Array
+from tidewheel.config import EngineConfig
+from tidewheel.runner.model_runner import ModelRunner
+
+NUM_TOKENS = 24
+COUNT = 6  # prompts of the base and of each adapter
+ADAPTERS: dict[str, dict[str, object]] = {
+    "all": {"rank": 4, "rank_pattern": {"up_proj": 7}},
+    "attention": {"rank": 8, "use_rslora": True, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "one-layer": {"rank": 1, "targets": ["v_proj", "down_proj"], "layers": [1]},
+}
+
+
+class Case(NamedTuple):
+    runner: ModelRunner
+    adapters: list[Path]
+    prompts: dict[str, list[Int32Array]]  # by name of the adapter, or "base"
+    expected: dict[str, list[list[int]]]
+
+    def loop(self, **settings: object) -> StepLoop:
+        """Return a loop on a cache that is NaN wherever it has not written."""
+        poison(self.runner)
+        return StepLoop(LoraRunner(self.runner, self.adapters), **settings)
+
+    def tokens(self, loop: StepLoop, *names: str) -> dict[str, list[list[int]]]:
+        """Run the requests of some adapters, in turn."""
+        pairs = [(name, number) for number in range(COUNT) for name in names]
+        found = loop.run([
+            request(f"{name} {number}", self.prompts[name][number], NUM_TOKENS, cache_salt=name)
+            for name, number in pairs
+        ])  # fmt: skip
+        return {name: [tokens for (of, _), tokens in zip(pairs, found, strict=True) if of == name] for name in names}
+
+    def of(self, *names: str) -> dict[str, list[list[int]]]:
+        return {name: self.expected[name] for name in names}
+
+
+@pytest.fixture(scope="module", params=tiny_models.NATIVE)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    models = {"base": tiny_models.save(tiny_models.NATIVE[request.param], folder / "base")}
+    for seed, (name, options) in enumerate(ADAPTERS.items()):
+        write_peft(folder / name, folder / "base", seed=seed, **options)
+        merged = write_merged(folder / f"merged {name}", folder / "base", folder / name)
+        models[name] = transformers.AutoModelForCausalLM.from_pretrained(merged, attn_implementation="eager").eval()
+    candidates = tiny_models.prompts(COUNT + 6, 1, 40)
+    clear = {
+        name: tiny_models.clear_prompts(model, candidates, COUNT, NUM_TOKENS) for name, model in models.items()
+    }  # fmt: skip
+    config = EngineConfig(
+        model=str(folder / "base"), dtype="float32", device="cpu", max_num_seqs=32, num_blocks=256, block_size=16,
+        num_threads=1, enable_lora=True, max_loras=len(ADAPTERS), max_lora_rank=MAX_RANK,
+    )  # fmt: skip
+    return Case(
+        ModelRunner.load(config),
+        [folder / name for name in ADAPTERS],
+        {name: prompts for name, (prompts, _) in clear.items()},
+        {name: tokens for name, (_, tokens) in clear.items()},
+    )
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_one_adapter_gives_the_tokens_of_merged_weights(case: Case, name: str) -> None:
+    assert case.tokens(case.loop(), name) == case.of(name)
+    assert case.expected[name] != case.expected["base"]
+
+
+def test_one_request_alone(case: Case) -> None:
+    """Its steps may run in one C call."""
+    for name in ("base", *ADAPTERS):
+        found = case.loop().run([request(f"{name} 0", case.prompts[name][0], NUM_TOKENS)])
+        assert found == case.expected[name][:1]
+
+
+def test_base_and_adapters_in_one_step(case: Case) -> None:
+    names = "base", *ADAPTERS
+    assert case.tokens(case.loop(), *names) == case.of(*names)
+
+
+def test_base_and_adapters_with_chunked_prefill(case: Case) -> None:
+    names = "base", *ADAPTERS
+    assert case.tokens(case.loop(token_budget=37), *names) == case.of(*names)
+
+
+def test_base_and_adapters_with_preemption(case: Case) -> None:
+    names, loop = ("base", *ADAPTERS), case.loop(num_blocks=16)
+    assert case.tokens(loop, *names) == case.of(*names)
+    assert loop.scheduler.stats().num_preemptions > 0
+
+
+def test_one_prompt_of_all(case: Case) -> None:
+    """Each adapter has keys and values of its own, in the same step."""
+    prompt, names = case.prompts["all"][0], ("base", *ADAPTERS)
+    alone = [case.loop().run([request(name, prompt, NUM_TOKENS)])[0] for name in names]
+    together = case.loop().run([request(name, prompt, NUM_TOKENS, cache_salt=name) for name in names])
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == len(names)

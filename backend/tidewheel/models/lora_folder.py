@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import DTYPES
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.file_headers import aligned
@@ -59,7 +61,7 @@ def open_lora(folder: Path, model: Decoder, max_rank: int) -> dict[str, StoredMa
 
     No tensor is read, and `model` may be on the device "meta".
     """
-    config, path, shapes = read_lora_config(folder), folder / WEIGHTS_NAME, _whole_shapes(model)
+    config, path, shapes = read_lora_config(folder), folder / WEIGHTS_NAME, _whole_shapes(model.config)
     if not os.path.lexists(path):
         problem = "pickled weights only, which are never loaded" if (folder / PICKLE_NAME).exists() else "no weights"
         raise ConfigError(f"{folder} has {problem}: save the adapter with PEFT as {WEIGHTS_NAME}")
@@ -98,9 +100,10 @@ def read_lora(folder: Path, model: Decoder, max_rank: int) -> LoraWeights:
     return LoraWeights(layers, max(matrices.rank for matrices in stored.values()), num_bytes)
 
 
-def _whole_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+@lru_cache(maxsize=1)
+def _whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes [out_features, in_features] of the layers of all ranks that adapters may have, by module."""
-    whole = Decoder(model.config, max_model_len=1, dtype=model.norm.dtype, device=torch.device("meta"))
+    whole = Decoder(config, max_model_len=1, dtype=torch.float32, device=torch.device("meta"))
     weights = [name for layer in whole.lora_linears for name in layer.parts]
     return {name.removesuffix(".weight"): whole.shapes[name] for name in weights}
 

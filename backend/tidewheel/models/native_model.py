@@ -36,11 +36,6 @@ class NativeModel(CausalLM):
         self.copy_bytes = 0  # quantised copy, part of `weights_bytes`
         self.lora_bytes = 0  # of adapters' slots, part of `weights_bytes`
 
-    @property
-    def lora_linears(self) -> list[Linear]:
-        """Return the layers that adapters may change: all but the output matrix."""
-        return [layer for layer in self._linears if layer.parts and layer is not self.lm_head]
-
     def build(self, weights: Weights) -> None:
         """Make the layers, `shape` and `lm_head`."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tidewheel_client.answers import Chunk as Chunk
 from tidewheel_client.answers import Completion as Completion
 from tidewheel_client.answers import Health as Health
+from tidewheel_client.answers import LoraState as LoraState
 from tidewheel_client.answers import Metadata as Metadata
 from tidewheel_client.answers import PerfMetrics as PerfMetrics
 from tidewheel_client.answers import Picture as Picture

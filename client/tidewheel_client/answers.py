@@ -121,3 +121,11 @@ class Health(msgspec.Struct, frozen=True):
     is_ready: bool = msgspec.field(name="ready")
     state: str  # as docs/serve.md lists them
     reason: str = ""
+
+
+class LoraState(msgspec.Struct, frozen=True):
+    name: str
+    path: str  # folder on the server
+    rank: int | None = None  # None: it was not read yet
+    is_loaded: bool = False  # in the server's memory; others are read when they are asked for
+    error: str = ""  # why it cannot be read

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, overload
 
 import grpc
+import msgspec
 from tritonclient.grpc import service_pb2
 
 from tidewheel_client import codec, concurrent_map, errors, server_pages
-from tidewheel_client.answers import Completion, Health, Metadata, Picture
+from tidewheel_client.answers import Completion, Health, LoraState, Metadata, Picture
 from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.facade import AsyncEvent, WakeEvent, signed_as
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
@@ -76,7 +77,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
 
         - sampling keys: `max_tokens`, `temperature`, `stop`, …;
         - serving keys: `n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `ttft_ms`, `tpot_ms`,
-          `objective_action`, `session_id`, `session_ttl_s`;
+          `objective_action`, `session_id`, `session_ttl_s`, `lora_name`;
         - output flags: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`, `return_perf_metrics`.
         """
         given = codec.prompt_input(prompt, messages, input_ids)
@@ -149,15 +150,29 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
 
     async def close_session(self, /, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
         """End a session and free its KV blocks. Raise `NotFound` if the server has no such session."""
-        await self._order_session({"close_session": True, "session_id": session_id, "tenant": tenant}, timeout_s)
+        await self._order({"close_session": True, "session_id": session_id, "tenant": tenant}, timeout_s)
 
     async def pause_session(
         self, /, session_id: str, tools: Sequence[str], *, tenant: str = "", timeout_s: float | None = None
     ) -> None:
         """Say which tools the session's last answer called, so that its KV blocks stay about as long as these run."""
-        await self._order_session(
-            {"pause_session": list(tools), "session_id": session_id, "tenant": tenant}, timeout_s
-        )
+        await self._order({"pause_session": list(tools), "session_id": session_id, "tenant": tenant}, timeout_s)
+
+    async def load_lora(self, /, name: str, path: str, *, timeout_s: float | None = None) -> None:
+        """Load a LoRA adapter from a folder below the entry's `lora_dir`, in place of an older one of its name."""
+        await self._order({"lora_order": "load", "lora_name": name, "lora_path": path}, timeout_s)
+
+    async def unload_lora(self, /, name: str, *, timeout_s: float | None = None) -> None:
+        """Forget a LoRA adapter. Raise `NotFound` if the model has no such adapter."""
+        await self._order({"lora_order": "unload", "lora_name": name}, timeout_s)
+
+    async def list_loras(self, /, *, timeout_s: float | None = None) -> list[LoraState]:
+        """Return the LoRA adapters that requests may name as `lora_name`."""
+        text = await self._order({"lora_order": "list"}, timeout_s)
+        try:
+            return msgspec.json.decode(text, type=list[LoraState])
+        except ValueError as error:
+            raise errors.InternalError(f"the server's list of adapters cannot be read: {error}") from None
 
     @overload
     def map(
@@ -255,9 +270,9 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
             )
         return self._http(self.url, headers)
 
-    async def _order_session(self, params: Mapping[str, object], timeout_s: float | None) -> None:
+    async def _order(self, params: Mapping[str, object], timeout_s: float | None) -> str:
         async with self._start({"text_input": ""}, params, timeout_s) as stream:
-            await stream.read()
+            return (await stream.read()).text
 
     def _start_whole(self, prompt: str | None = None, **arguments: Any) -> AsyncStream:
         names = ("messages", "input_ids", "timeout_s", "request_id")

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, response
-from tidewheel_client import Chunk, Client, InvalidRequest, PerfMetrics, TokenLogprob
+from tidewheel_client import (
+    Chunk,
+    Client,
+    InternalError,
+    InvalidRequest,
+    LoraState,
+    NotFound,
+    PerfMetrics,
+    TokenLogprob,
+)
 
 PERF = {
     "num_cached_tokens": 48,
@@ -220,6 +229,21 @@ def test_closing_a_session(client: Client, triton: FakeTriton) -> None:
     (asked,) = triton.asked
     assert asked.sampling == {"close_session": True, "session_id": "s", "tenant": "acme"}
     assert asked.inputs["text_input"] == ""
+
+
+def test_orders_about_adapters(client: Client, triton: FakeTriton) -> None:
+    client.load_lora("sql", "adapters/sql")
+    assert triton.loras["demo"].pop("sql") == "adapters/sql"
+    triton.loras["demo"] = {"fr": "/loras/fr"}
+    assert client.list_loras() == [LoraState("fr", "/loras/fr")]
+    client.unload_lora("fr")
+    with pytest.raises(NotFound, match="no adapter 'fr'"):
+        client.unload_lora("fr")
+    assert [order["lora_order"] for order in triton.lora_orders] == ["load", "list", "unload", "unload"]
+    assert client.list_loras() == []
+    triton.loras["demo"] = {"fr": 5}  # type: ignore[dict-item]
+    with pytest.raises(InternalError, match="list of adapters cannot be read"):
+        client.list_loras()
 
 
 def test_pausing_a_session(client: Client, triton: FakeTriton) -> None:

@@ -78,6 +78,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     asked: list[Asked] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
     port: int = 0
+    loras: dict[str, dict[str, str]] = field(default_factory=dict)  # folder of each adapter by model
+    lora_orders: list[dict[str, Any]] = field(default_factory=list)
+    refused_path: str = ""  # of which no adapter can be loaded
 
     def refuse_and_listen(self, text: str) -> list[bool]:
         """Answer with an error, and end the stream later. The list then says whether the client cancelled it."""
@@ -95,11 +98,30 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         context.add_callback(self.ended.set)
         for message in requests:
             asked = Asked(message, dict(context.invocation_metadata()))
+            if any(b'"lora_order"' in raw for raw in message.raw_input_contents):
+                yield self._obey(asked)
+                continue
             self.asked.append(asked)
             try:
                 yield from (self.answer or say_words)(asked)
             except Refused as error:
                 context.abort(error.code, error.text)
+
+    def _obey(self, asked: Asked) -> pb.ModelStreamInferResponse:
+        """Execute an order about adapters, as the backend does."""
+        self.lora_orders.append(order := asked.sampling | {"model": asked.message.model_name})
+        known, name = self.loras.setdefault(order["model"], {}), order.get("lora_name", "")
+        if order["lora_order"] == "list":
+            unread = {"rank": None, "is_loaded": False, "error": ""}
+            rows = [{"name": one, "path": path, **unread} for one, path in known.items()]
+            return response(asked.message, text_output=json.dumps(rows), finish_reason="stop")
+        if order["lora_order"] == "unload" and known.pop(name, None) is None:
+            return pb.ModelStreamInferResponse(error_message=f"[TW-NOT-FOUND] there is no adapter {name!r}")
+        if order["lora_order"] == "load":
+            if order["lora_path"] == self.refused_path:
+                return pb.ModelStreamInferResponse(error_message="[TW-INPUT] lora_path is outside of lora_dir")
+            known[name] = order["lora_path"]
+        return response(asked.message, text_output="", finish_reason="stop")
 
     def ModelInfer(self, message: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         context.add_callback(self.ended.set)

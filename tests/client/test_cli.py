@@ -23,7 +23,7 @@ from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, respo
 from tidewheel.cli import demo
 from tidewheel.cli.main import main
 from tidewheel.cli.usage import printable, show
-from tidewheel.server import run_server
+from tidewheel.server import run_server, workdir
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.run_server import ServeOptions
 from tidewheel_client import Chunk, Stream
@@ -307,3 +307,46 @@ def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
         "assert not {'torch', 'grpc', 'numpy', 'transformers', 'zmq'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def served(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> FakeTriton:
+    """Return a server that `tidewheel load` finds."""
+    ports = Endpoints(grpc=triton.port)
+    monkeypatch.setattr(workdir, "running_servers", lambda: [(workdir.WorkDir(Path("serve-x")), ports)])
+    return triton
+
+
+def test_adapters_are_loaded_and_unloaded(served: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "demo", "--lora", "sql=sql/v2", "--lora", "fr=a=b"]) == 0
+    assert served.loras["demo"] == {"sql": "sql/v2", "fr": "a=b"}
+    assert main(["reload", "demo", "--lora", "sql=sql/v3", "--server", str(served.port)]) == 0
+    assert served.loras["demo"]["sql"] == "sql/v3"
+    assert main(["unload", "demo", "--lora", "fr"]) == 0
+    assert list(served.loras["demo"]) == ["sql"]
+    adapters = [
+        "sql of demo is loaded",
+        "fr of demo is loaded",
+        "sql of demo is loaded again",
+        "fr of demo is unloaded",
+    ]
+    assert capsys.readouterr().out.splitlines() == [f"adapter {one}" for one in adapters]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["load", "demo", "--lora", "sql"], 2, "--lora 'sql': write NAME=FOLDER"),
+        (["load", "demo", "--lora", "good=x", "--lora", "=x"], 2, "--lora '=x': write NAME=FOLDER"),
+        (["unload", "demo", "--lora", "missing"], 2, "no adapter 'missing'"),
+        (["load", "demo", "--lora", "a=/etc"], 2, "lora_path is outside of lora_dir"),
+        (["load", "demo", "--lora", "a=b", "--server", "1"], 1, "no server of this user runs here with port 1"),
+    ],
+)
+def test_adapters_that_cannot_be_loaded(
+    served: FakeTriton, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    served.refused_path = "/etc"
+    assert main(arguments) == code
+    assert words in capsys.readouterr().err
+    assert served.loras.get("demo", {}) == {}

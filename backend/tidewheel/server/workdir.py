@@ -146,15 +146,20 @@ def current_engines_of(metrics_port: int) -> list[Path]:
     return []
 
 
-def control_of(port: int | None) -> Path:
-    """Return the control socket of the server with `port` (None: the only server). Raise `ServeError`."""
+def server_of(port: int | None) -> tuple[WorkDir, Endpoints]:
+    """Return folder and ports of the server with `port` (None: the only server). Raise `ServeError`."""
     found = [(work, ports) for work, ports in running_servers() if port is None or port in dataclasses.astuple(ports)]
     if not found:
         raise ServeError("no server of this user runs here" + (f" with port {port}" if port is not None else ""))
     if len(found) > 1:
         ports = ", ".join(str(endpoints.http) for _, endpoints in found)
         raise ServeError(f"several servers of this user run: name one with --server PORT ({ports})")
-    ((work, endpoints),) = found
+    return found[0]
+
+
+def control_of(port: int | None) -> Path:
+    """Return the control socket of the server with `port` (None: the only server). Raise `ServeError`."""
+    work, endpoints = server_of(port)
     if not work.control.exists():
         raise ServeError(
             f"the server at port {endpoints.http} takes no such command: start it with --model-control explicit, "

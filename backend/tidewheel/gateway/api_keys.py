@@ -18,6 +18,7 @@ import numpy as np
 
 from tidewheel.errors import ConfigError
 from tidewheel.gateway.bodies import UpstreamRequest
+from tidewheel.gateway.errors import PermissionDenied
 from tidewheel.parameters import control_character
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
@@ -50,6 +51,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_priority: _Class = Priority.CRITICAL.value  # best class
     requests_per_minute: _Count | None = None
     max_concurrent: _Count | None = None
+    admin: bool = False  # may load and unload adapters
 
 
 class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +119,13 @@ class Account:
             "priority": max(asked, Priority.from_wire(self.key.max_priority)).value,
         }
         return request
+
+    def check_admin(self) -> None:
+        """Raise `PermissionDenied` unless the key is an administrator's; without keys, all clients are local."""
+        if self.key is not None and not self.key.admin:
+            raise PermissionDenied(
+                f"the key {self.key.name!r} may not do this: set admin = true for it in --api-keys"
+            )
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +33,7 @@ from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, Gateway
 from tidewheel.gateway.cross_origin import AllowedOrigins, Handler
 from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
+from tidewheel.gateway.loras import LoraDirectory, ServedLora
 from tidewheel.gateway.triton_proxy import ProxyAttempt
 from tidewheel.gateway.upstream import Task
 from tidewheel.gateway.upstreams import Attempt, Upstreams
@@ -78,6 +79,7 @@ class Gateway:
         worker: GatewayWorker | None = None,
     ) -> None:
         self._upstreams = upstreams
+        self._loras = LoraDirectory(upstreams)
         self._keys = keys
         self._options = options
         self._open_paths = (*_OPEN_PATHS, "/metrics") if options.open_metrics else _OPEN_PATHS
@@ -122,6 +124,8 @@ class Gateway:
                 web.post("/v1/responses", self._respond),
                 web.get("/v1/responses/{id}", self._stored_response),
                 web.delete("/v1/responses/{id}", self._stored_response),
+                web.post("/v1/load_lora_adapter", partial(self._order_lora, self._loras.load)),
+                web.post("/v1/unload_lora_adapter", partial(self._order_lora, self._loras.unload)),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._list_models),
@@ -141,7 +145,7 @@ class Gateway:
             if endpoint.takes_objectives:
                 bodies.add_objectives(request.params, fields, http.headers)
             name = http.match_info.get("model", request.body.model)
-            request.model, task = self._upstreams.model(name, endpoint.tasks)
+            task = await self._loras.resolve(request, name, endpoint.tasks)
             attempt = EncoderAttempt if task in ("embed", "rerank") else endpoint.attempt
             request.request_id, request.traceparent = _request_id(http, request), _traceparent(http)
             indices = range(len(request.prompts))
@@ -173,6 +177,13 @@ class Gateway:
             raise errors.UnknownUrl(f"{response_id[:80]!r} {responses.MISSING}")
         deleted = {"id": response_id, "object": "response", "deleted": True}
         return _json_response(msgspec.json.encode(deleted) if is_delete else stored.answer)
+
+    async def _order_lora(self, order: Callable[[bodies.Fields], Awaitable[str]], http: web.Request) -> web.Response:
+        account: Account = http["account"]
+        with account.admit():
+            account.check_admin()
+            body = await _read_body(http, is_form=False)
+            return web.Response(text=await order(await self._beside(len(body), lambda: _parse(http, body))))
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -291,11 +302,19 @@ class Gateway:
         return _json_response(body, status=503 if reason else 200)
 
     async def _list_models(self, _: web.Request) -> web.Response:
+        await self._loras.read()
         data = [self._card(*model) for model in self._upstreams.models.items()]
+        data += [self._lora_card(*lora) for lora in sorted(self._loras)]
         return _json_response(msgspec.json.encode({"object": "list", "data": data}))
 
     async def _show_model(self, http: web.Request) -> web.Response:
-        return _json_response(msgspec.json.encode(self._card(*self._upstreams.model(http.match_info["model"]))))
+        name = http.match_info["model"]
+        lora = await self._loras.find(name)
+        card = self._card(*self._upstreams.model(name)) if lora is None else self._lora_card(name, lora)
+        return _json_response(msgspec.json.encode(card))
+
+    def _lora_card(self, name: str, lora: ServedLora) -> dict[str, object]:
+        return self._card(name, "generate") | {"root": lora.path, "parent": lora.model}
 
     def _card(self, name: str, task: Task) -> dict[str, object]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "tidewheel", "task": task}

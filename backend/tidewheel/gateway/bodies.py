@@ -35,6 +35,8 @@ _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _THINKING = ("enable_thinking", "thinking")  # switches of chat templates: Qwen 3 and GLM; DeepSeek 3.1 and Granite
 _CONTAINERS = (dict, list)
+_ORDER = "lora_order"  # parameter that a client without the right may not send
+_UNICODE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _OBJECTIVES = ("ttft_ms", "tpot_ms", "objective_action")
 # Of llm-d and of the Gateway API's inference extension: newer name, older name.
 _OBJECTIVE_HEADERS = {
@@ -158,11 +160,18 @@ class UpstreamRequest:
     params: Fields
     body: Body = field(default_factory=Body)
     model: str = ""
+    shown_model: str = ""  # in answers: its name, or its adapter's
     request_id: str = ""
     traceparent: str = ""
     stream: bool = False
     calls: ExpectedCalls = field(default_factory=ExpectedCalls)
     begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms` and `ttft_ms`
+
+    @property
+    def lora(self) -> str:
+        """Name of the adapter; empty for the model alone."""
+        name = self.params.get("lora_name")
+        return name if isinstance(name, str) else ""  # the server refuses others
 
     def due(self, limit: str = "deadline_ms") -> float:
         """Return the end of a limit in milliseconds by `time.monotonic`; infinite without a valid one."""
@@ -284,7 +293,10 @@ def read_fields(
 
 
 def check_parameters(params: Fields) -> None:
-    """Raise `InvalidRequest` if the parameters exceed the backend's size limit."""
+    """Raise `InvalidRequest` if the parameters exceed the backend's size limit, `Unsupported` for orders."""
+    nested = _UNICODE.sub(lambda match: chr(int(match[1], 16)), str(params.get("sampling_parameters", "")))  # JSON
+    if _ORDER in nested or any(name.startswith(_ORDER) for name in params):  # Triton ends names at a NUL
+        raise Unsupported(f"{_ORDER} is set: POST /v1/load_lora_adapter or /v1/unload_lora_adapter")
     if (size := len(msgspec.json.encode(params))) > MAX_PARAMETER_BYTES:
         raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
 

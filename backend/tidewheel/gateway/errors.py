@@ -28,6 +28,10 @@ class MethodNotAllowed(errors.RequestError):
         super().__init__(f"{request}: use {' or '.join(self.allowed)}")
 
 
+class PermissionDenied(errors.RequestError):
+    """The API key lacks a right."""
+
+
 class UnknownUrl(errors.NotFound):
     pass
 
@@ -49,6 +53,7 @@ _MEANINGS: dict[type[errors.RequestError], Meaning] = {
     errors.PromptTooLarge: Meaning(400, _INVALID, "context_length_exceeded"),
     errors.Unsupported: Meaning(400, _INVALID, "unsupported_parameter"),
     errors.WrongKey: Meaning(401, "authentication_error", "invalid_api_key"),
+    PermissionDenied: Meaning(403, _INVALID, "permission_denied"),
     errors.NotFound: Meaning(404, _INVALID, "model_not_found"),
     UnknownUrl: Meaning(404, _INVALID, "unknown_url"),
     PreviousResponseMissing: Meaning(400, _INVALID, "previous_response_not_found"),

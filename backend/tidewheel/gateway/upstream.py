@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.tiers import ReplicaTerms
 from tidewheel.gateway.gateway_options import Address
-from tidewheel_client import Health
+from tidewheel_client import AsyncClient, Health
 from tidewheel_client.errors import RequestError, RequestTimeout
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 
@@ -47,6 +47,7 @@ class Upstream:
         self.num_responses = 0  # also parts of one
         self.not_ready = "it was not asked yet"  # reason; empty: ready
         self.models: Mapping[str, Task] = {}  # what each does
+        self.loras: dict[str, Mapping[str, str]] = {}  # folder of each adapter, by the models that were asked
         self._round_trips = deque[float](maxlen=NUM_ROUND_TRIPS)
         self._tasks: dict[str, Task | None] = {}  # None: a model that the gateway does not serve
         self._connect()
@@ -156,6 +157,17 @@ class Upstream:
         is_stream = config.model_transaction_policy.decoupled
         tasks = (task for task in TASKS if is_stream == (task in _STREAMED) and _TENSORS[task] <= names)
         return next(tasks, None) if config.max_batch_size == 0 else None
+
+    def client(self, model: str) -> AsyncClient:
+        return AsyncClient(self.address.grpc, model, transport=self.triton)
+
+    async def list_loras(self) -> None:
+        """Ask each model for its adapters; without an answer, the last one stays."""
+        for model, task in self.models.items():
+            if task == "generate" and not self.not_ready:
+                with contextlib.suppress(RequestError):  # perhaps of an older server
+                    loras = await self.client(model).list_loras(timeout_s=PROBE_S)
+                    self.loras[model] = {one.name: one.path for one in loras}
 
     async def metrics(self) -> str:
         """Return the text of `/metrics`, empty without an answer."""

@@ -24,6 +24,7 @@ AT_ONCE = 64  # prompts of one request at servers
 ALIKE_S = 1.0  # for the other prompts after an error
 BYTES_PER_TOKEN = 4  # roughly, of text; also of a token id
 CHUNK_TOKENS = 256
+_CHUNK_BYTES = CHUNK_TOKENS * BYTES_PER_TOKEN
 
 
 class NoServer(ServerUnavailable):
@@ -75,13 +76,15 @@ class Attempt:
     def _read_cached(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             if chunk.perf is not None and chunk.index == 0 and chunk.num_input_tokens:
-                self.num_cached = self.route.num_tokens * chunk.perf.num_cached_tokens // chunk.num_input_tokens
+                num_lora = CHUNK_TOKENS if self.request.lora else 0  # `_lora_chunk`
+                num_tokens = (self.route.num_tokens - num_lora) * chunk.perf.num_cached_tokens
+                self.num_cached = num_lora + num_tokens // chunk.num_input_tokens
                 self.queue_s = (chunk.perf.first_scheduled_time_ns - chunk.perf.arrival_time_ns) / 1e9
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
     """Return a prompt's figures for the router. Tokens are estimated, without a tokenizer."""
-    data = b"".join(map(_bytes, request.prompts[index].values()))
+    data = b"".join((_lora_chunk(request.lora), *map(_bytes, request.prompts[index].values())))
     params, priority = request.params, Priority.NORMAL
     with contextlib.suppress(KeyError):  # the server refuses it
         priority = Priority.from_wire(params.get("priority", 0))
@@ -90,12 +93,17 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
         session=f"{tenant}\0{session}" if session and isinstance(session, str) else "",
         priority=priority,
         num_tokens=max(len(data) // BYTES_PER_TOKEN, 1),
-        chunks=chunk_hashes(data, CHUNK_TOKENS * BYTES_PER_TOKEN, str(tenant), str(salt)),
+        chunks=chunk_hashes(data, _CHUNK_BYTES, str(tenant), str(salt)),
         chunk_tokens=CHUNK_TOKENS,
         due=request.due(),
         first_token_due=request.due("ttft_ms"),
         tells_start=request.stream,
     )
+
+
+def _lora_chunk(lora: str) -> bytes:
+    """Return a chunk that stands for an adapter, so that requests gather where it was used; empty without one."""
+    return lora.encode("utf-8", "surrogatepass")[:_CHUNK_BYTES].ljust(_CHUNK_BYTES if lora else 0, b"\0")
 
 
 def _bytes(value: object) -> bytes:
@@ -136,7 +144,7 @@ class Upstreams:
         for address in self._addresses:
             if address.is_name_of_many:
                 await self._resolve(address)
-                self._run(self._follow(address))
+                self.run(self._follow(address))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -259,7 +267,7 @@ class Upstreams:
         tools = sorted((request.calls.tools or {}).keys() & {*called})
         if tools and "session_id" in params and upstream is not None:
             pause = replace(request, prompts=[{"text_input": ""}], params=params | {"pause_session": tools})
-            self._run(_send_order(Attempt(pause), upstream))
+            self.run(_send_order(Attempt(pause), upstream))
 
     async def _choose(self, attempt: Attempt) -> Upstream:
         while (authority := self._router.choose(attempt.route, self._unfit(attempt))) is None:
@@ -287,12 +295,15 @@ class Upstreams:
         return self._router.choose(attempt.route, self._unfit(attempt)) is not None
 
     def _unfit(self, attempt: Attempt) -> set[str]:
-        model = attempt.request.model
-        return {
+        model, lora = attempt.request.model, attempt.request.lora
+        unfit = {
             authority
             for authority, one in self._members.items()
             if one.not_ready or model not in one.models or one in attempt.refused
         }
+        if lora and (having := {name for name, one in self._members.items() if lora in one.loras.get(model, ())}):
+            unfit |= self._members.keys() - having
+        return unfit
 
     async def _follow(self, name: Address) -> None:
         while True:
@@ -316,9 +327,10 @@ class Upstreams:
         for authority, one in list(self._members.items()):
             if one.name == name and authority not in found:
                 self._router.leave(authority)
-                self._run(self._members.pop(authority).close_when_idle())
+                self.run(self._members.pop(authority).close_when_idle())
 
-    def _run(self, coroutine: Coroutine[None, None, None]) -> None:
+    def run(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Run a coroutine in the background, at most until the servers' block ends."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

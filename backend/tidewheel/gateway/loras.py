@@ -1,0 +1,132 @@
+"""LoRA adapters of the served models: which there are, and vLLM's calls that load and unload them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from tidewheel.gateway.bodies import Body, Fields, UpstreamRequest, read_fields
+from tidewheel.gateway.upstream import Task, Upstream
+from tidewheel.gateway.upstreams import Upstreams
+from tidewheel_client import AsyncClient
+from tidewheel_client.errors import InvalidRequest, NotFound, ServerUnavailable
+
+LIST_S = 1.0  # between two questions which adapters there are
+OLD_S = 10.0  # age at which the answers are asked for again while adapters are in use
+ORDER_S = 600.0
+_UNTUNED = ("tokenize", "detokenize")  # tasks that an adapter does not change
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class UnloadLoraBody(Body, frozen=True, kw_only=True):
+    lora_name: _Text
+
+
+class LoadLoraBody(UnloadLoraBody, frozen=True, kw_only=True):
+    lora_path: _Text
+    load_inplace: bool = False
+
+
+class ServedLora(NamedTuple):
+    model: str
+    name: str
+    path: str  # at its servers
+
+
+class LoraDirectory:
+    """LoRA adapters as their servers last listed them. A client names one by its own name or by MODEL/NAME."""
+
+    def __init__(self, upstreams: Upstreams) -> None:
+        self._upstreams = upstreams
+        self._loras: dict[str, dict[str, ServedLora]] = {}  # by name, own or full, and by model
+        self._reading = asyncio.Lock()
+        self._read_at = -math.inf
+
+    def __iter__(self) -> Iterator[tuple[str, ServedLora]]:
+        """Yield each adapter with a name that is its alone."""
+        models = self._upstreams.models
+        for name, found in self._loras.items():
+            for lora in found.values():
+                is_short = lora.name not in models and len(self._loras[lora.name]) == 1
+                if is_short is (name == lora.name):
+                    yield name, lora
+
+    async def read(self, *, is_forced: bool = False) -> None:
+        """Ask all servers for their adapters. Unless forced, answers younger than `LIST_S` suffice."""
+        called_at = time.monotonic()
+        async with self._reading:
+            if self._read_at > min(called_at, time.monotonic() - (0.0 if is_forced else LIST_S)):
+                return
+            self._read_at, each = time.monotonic(), self._upstreams.each
+            await asyncio.gather(*(one.list_loras() for one in each))
+            if each:  # else the last known ones stay, as models do
+                self._loras = {}
+            for one in each:
+                for model, paths in one.loras.items():
+                    for name, path in paths.items():
+                        for key in (name, f"{model}/{name}"):
+                            self._loras.setdefault(key, {})[model] = ServedLora(model, name, path)
+
+    async def find(self, name: str) -> ServedLora | None:
+        """Return the adapter of a name; None for a model's or an unknown name. Raise `InvalidRequest` for several."""
+        if not name or name in self._upstreams.models:
+            return None
+        if name not in self._loras:
+            await self.read()
+        elif time.monotonic() - self._read_at > OLD_S:
+            self._upstreams.run(self.read())
+        found = self._loras.get(name, {})
+        if len(found) > 1:
+            names = " or ".join(f"{model}/{name}" for model in sorted(found))
+            raise InvalidRequest(f"model is {name!r}, an adapter of several models: send {names}")
+        return next(iter(found.values()), None)
+
+    async def resolve(self, request: UpstreamRequest, name: str, tasks: Sequence[Task]) -> Task:
+        """Set the request's model, and its adapter if `name` is one. Return the task. Raise `RequestError`."""
+        lora = await self.find(name) if "generate" in tasks else None
+        request.model, task = self._upstreams.model(name if lora is None else lora.model, tasks)
+        request.shown_model = name or request.model
+        if lora is not None and all(prompt.get("task") not in _UNTUNED for prompt in request.prompts):
+            given = request.params.setdefault("lora_name", lora.name)
+            if given != lora.name:
+                raise InvalidRequest(f"lora_name is {str(given)[:80]!r}, and model names the adapter {lora.name!r}")
+        return task
+
+    async def load(self, fields: Fields) -> str:
+        """Load an adapter at all servers of a model. Return vLLM's answer. Raise `RequestError`."""
+        body, _ = read_fields(fields, LoadLoraBody)
+        name, path = body.lora_name, body.lora_path
+        model, _ = self._upstreams.model(body.model, ("generate",))
+        await self.read()
+        known = [name in one.loras.get(model, ()) for one in self._servers(model)]
+        if all(known) and not body.load_inplace:
+            raise InvalidRequest(f"lora_name is {name!r}, which is loaded: send load_inplace true to replace it")
+        await self._order(model, lambda client: client.load_lora(name, path, timeout_s=ORDER_S))
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload(self, fields: Fields) -> str:
+        """Unload an adapter at all servers of its model. Return vLLM's answer. Raise `RequestError`."""
+        body, _ = read_fields(fields, UnloadLoraBody)
+        lora = await self.find(f"{body.model}/{body.lora_name}" if body.model else body.lora_name)
+        if lora is None:
+            raise NotFound(f"lora_name is {body.lora_name!r}: no served model has this adapter")
+        await self._order(lora.model, lambda client: client.unload_lora(lora.name, timeout_s=ORDER_S))
+        return f"Success: LoRA adapter '{lora.name}' removed successfully."
+
+    async def _order(self, model: str, order: Callable[[AsyncClient], Awaitable[None]]) -> None:
+        """Have all servers of a model load or unload an adapter. Raise the error that one of them has answered."""
+        calls = (order(one.client(model)) for one in self._servers(model))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        await self.read(is_forced=True)
+        for error in filter(None, results):
+            raise error
+
+    def _servers(self, model: str) -> list[Upstream]:
+        if found := [one for one in self._upstreams.each if model in one.models and not one.not_ready]:
+            return found
+        raise ServerUnavailable(f"no server of model {model!r} is ready")

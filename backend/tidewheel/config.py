@@ -132,6 +132,7 @@ class EngineConfig(SchedulingSettings):
     max_cpu_loras: int | None = None  # adapters kept in host memory; none: four times max_loras
     lora_modules: str = ""  # folders of adapters by name; empty: those of multi_lora.json in the version folder
     lora_dir: str = "loras"  # folder, relative to the version folder, below which adapters may be loaded by clients
+    lora_limits: str = ""  # rates by adapter
 
     # KV cache
     kv_cache_dtype: CacheDType = "auto"  # auto: the model's; fp8_e4m3, fp8: 8-bit floats; int8: integers, on a CPU
@@ -193,6 +194,7 @@ class EngineConfig(SchedulingSettings):
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size is {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         parse_tenants(self.tenants)
+        parse_tenants(self.lora_limits, "lora_limits")
         parse_loras(self.lora_modules)
         self._check_contradictions()
 
@@ -336,14 +338,14 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
     "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
     "target_tpot_ms", "tensor_parallel_size", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
-    "lora_dir", "lora_modules",
+    "lora_dir", "lora_modules", "lora_limits",
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})
 LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings)) | {
     "engine_start_timeout_s", "scheduling_policy", "tenants", "max_prompt_bytes", "session_ttl_s",
     "max_session_ttl_s", "max_sessions", "session_max_blocks", "generation_config", "override_generation_config",
-    "max_logprobs",
+    "max_logprobs", "lora_limits",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ GIB = 1 << 30
 # Text in `config.pbtxt`, an object in `model.json`.
 JSON_SETTINGS = (
     "tenants", "override_generation_config", "buckets", "batch_axes", "adapter_options", "lora_modules",
+    "lora_limits",
 )  # fmt: skip
 _MOST_SHOWN = 16
 _MAX_PATH_BYTES = 1024

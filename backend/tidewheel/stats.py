@@ -77,6 +77,16 @@ class TenantFigures(msgspec.Struct):
     num_objectives_met: int = 0
 
 
+class LoraFigures(msgspec.Struct):
+    """Requests of an adapter: in snapshots current numbers, and sums since the engine's start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_requests: int = 0
+    num_prompt_tokens: int = 0  # of started requests that ended
+    num_output_tokens: int = 0
+
+
 class EngineStats(msgspec.Struct):
     """Sums since the engine's start; in snapshots also current values. Lists are by requested class."""
 
@@ -132,6 +142,10 @@ class EngineStats(msgspec.Struct):
     num_taken_slots: int = 0  # in the blocks of running rows
     num_wasted_slots: int = 0  # after the last token
     tenants: dict[str, TenantFigures] = {}
+    num_lora_slots: int = 0  # with an adapter
+    num_lora_loads: int = 0  # into slots
+    num_lora_evictions: int = 0  # from slots
+    loras: dict[str, LoraFigures] = {}  # by label of an adapter
 
     @property
     def num_full_steps(self) -> int:

@@ -71,32 +71,40 @@ def account_of(tenants: Mapping[str, TenantLimits], tenant: str) -> str:
     return tenant if has_own else EVERYBODY
 
 
-def parse_tenants(text: str) -> dict[str, TenantLimits]:
-    """Parse ``{"acme": {"weight": 2, "tokens_per_s": 1000}, "*": {"requests_per_s": 5}}``. Raise `ConfigError`."""
+LORA_LIMITS = ("requests_per_s", "tokens_per_s", "each")  # those that an adapter may have
+
+
+def parse_tenants(text: str, setting: str = "tenants") -> dict[str, TenantLimits]:
+    """Parse ``{"acme": {"weight": 2, "tokens_per_s": 1000}, "*": {"requests_per_s": 5}}``. Raise `ConfigError`.
+
+    The setting `lora_limits` names adapters, with `LORA_LIMITS` alone.
+    """
     if not text.strip():
         return {}
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"tenants is not JSON: {error}") from None
+        raise ConfigError(f"{setting} is not JSON: {error}") from None
+    kind = "tenant" if setting == "tenants" else "adapter"
     if not isinstance(entries, dict):
-        raise ConfigError("tenants must be a JSON object: a name, and an object of limits for each tenant")
+        raise ConfigError(f"{setting} must be a JSON object: a name, and an object of limits for each {kind}")
     if len(entries) > MAX_NAMED_TENANTS:
-        raise ConfigError(f"tenants names {len(entries)} tenants: at most {MAX_NAMED_TENANTS} are allowed")
-    return {name: _parse_limits(name, entry) for name, entry in entries.items()}
+        raise ConfigError(f"{setting} names {len(entries)} {kind}s: at most {MAX_NAMED_TENANTS} are allowed")
+    return {name: _parse_limits(name, entry, setting) for name, entry in entries.items()}
 
 
-def _parse_limits(name: str, entry: object) -> TenantLimits:
+def _parse_limits(name: str, entry: object, setting: str) -> TenantLimits:
     if not name or len(name) > MAX_TENANT_CHARS:
-        raise ConfigError(f"tenants has a name of {len(name)} characters: it must be 1 to {MAX_TENANT_CHARS}")
+        raise ConfigError(f"{setting} has a name of {len(name)} characters: it must be 1 to {MAX_TENANT_CHARS}")
     if control := control_character(name):
-        raise ConfigError(f"tenants has a name with {control}: remove it")
+        raise ConfigError(f"{setting} has a name with {control}: remove it")
     if not isinstance(entry, dict):
-        raise ConfigError(f"tenants.{name} is {entry!r}: it must be an object of limits")
-    check_known(entry, [field.name for field in fields(TenantLimits)], f"tenants.{name}: ")
+        raise ConfigError(f"{setting}.{name} is {entry!r}: it must be an object of limits")
+    known = [field.name for field in fields(TenantLimits)] if setting == "tenants" else LORA_LIMITS
+    check_known(entry, known, f"{setting}.{name}: ")
     if "each" in entry and name != EVERYBODY:
-        raise ConfigError(f"tenants.{name}: each belongs to the entry '*' alone; remove it")
+        raise ConfigError(f"{setting}.{name}: each belongs to the entry '*' alone; remove it")
     try:
         return TenantLimits(**entry)
     except ConfigError as error:
-        raise ConfigError(f"tenants.{name}: {error}") from None
+        raise ConfigError(f"{setting}.{name}: {error}") from None

@@ -132,6 +132,8 @@ def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
         takes_turns=config.kind == "iterative",
         has_quantized_copy=config.pressure_quantization != "none",
         tenants=tenants,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        lora_limits=parse_tenants(config.lora_limits, "lora_limits"),
         swap_seconds_per_block=info.swap_seconds_per_block,
     )
 

@@ -181,6 +181,7 @@ class EngineCore:
             keep[culprit] = False
             self._give_up(int(batch.rows[culprit]), error)
             if not keep.any():
+                self.scheduler.loras.lose(batch.lora_loads)
                 return _no_tokens(batch)
             result = _attempt(lambda: self.runner.launch(_only(batch, keep)).wait())
             if not isinstance(result, _Failure):
@@ -233,6 +234,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
         start_positions=batch.start_positions[keep],
         num_scheduled_tokens=batch.num_scheduled_tokens[keep],
         samples=batch.samples[keep],
+        lora_slots=batch.lora_slots[keep] if len(batch.lora_slots) else batch.lora_slots,
         num_decodes=int(keep[: batch.num_decodes].sum()),
         num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
         transfers=NO_TRANSFERS,

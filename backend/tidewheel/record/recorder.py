@@ -250,7 +250,8 @@ def describe_batch(now: float, batch: ScheduledBatch, seconds: float, slice_s: f
 
 def batch_digest(batch: ScheduledBatch) -> str:
     digest = blake2b(digest_size=8)
-    for column in (*(getattr(batch, name) for name in _COLUMNS), *batch.transfers):
+    columns = _COLUMNS if len(batch.lora_slots) else _BASE_COLUMNS
+    for column in (*(getattr(batch, name) for name in columns), *batch.transfers):
         digest.update(len(column).to_bytes(4, "little"))
         digest.update(column.tobytes())
     for new in batch.new_rows:
@@ -269,3 +270,4 @@ def _ids(requests: Sequence[Request]) -> list[str]:
 
 
 _COLUMNS = tuple(name for name, hint in ScheduledBatch.__annotations__.items() if hint in ("Int32Array", "BoolArray"))
+_BASE_COLUMNS = tuple(name for name in _COLUMNS if name != "lora_slots")

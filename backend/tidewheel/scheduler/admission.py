@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError
@@ -9,6 +8,7 @@ from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import CircuitBreaker
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate
+from tidewheel.scheduler.lora_figures import OTHERS, LoraFigureTable, label_of
 from tidewheel.scheduler.queue import MAX_DISPLACED
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.tenancy import TenantTable
@@ -16,8 +16,6 @@ from tidewheel.stats import TenantFigures, WaitingRoom
 from tidewheel.tenants import EVERYBODY, limits_of
 
 MAX_LABELS = 64
-OTHERS = "other"
-_LABEL_CHARS = 64
 _FIRST_RETRY_MS = 250
 _MIN_RETRY_MS = 50
 _MAX_RETRY_MS = 30_000
@@ -49,19 +47,22 @@ class AdmissionControl:
         self._last_start: float | None = None
         self._start_interval: float | None = None
         self._tenants = TenantTable(state.config.tenants)
+        self._lora_limits = TenantTable(state.config.lora_limits, by_lora=True)
+        self.lora_figures = LoraFigureTable(state.stats.loras)
         self._label_tenants()
         self._make_breaker()
 
     def reconfigure(self, before: SchedulerConfig) -> None:
         config = self._state.config
         self._tenants.reconfigure(config.tenants)
+        self._lora_limits.reconfigure(config.lora_limits)
         self._label_tenants()
         if config.differs(before, "breaker_error_rate", "breaker_queue_time_s"):
             self._make_breaker()
 
     def _label_tenants(self) -> None:
         stats, named = self._state.stats, [name for name in self._state.config.tenants if name != EVERYBODY]
-        self._labels = {name: re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS] for name in named[:MAX_LABELS]}
+        self._labels = {name: label_of(name) for name in named[:MAX_LABELS]}
         labels = (*self._labels.values(), OTHERS)
         stats.tenants = {label: stats.tenants.get(label) or TenantFigures() for label in labels}
 
@@ -75,8 +76,10 @@ class AdmissionControl:
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Queue the requests; return evicted ones. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
-        figures, count = self._figures(requests[0].tenant), len(requests)
+        figures, count, lora = self._figures(requests[0].tenant), len(requests), requests[0].lora
         figures.num_requests += count
+        if lora is not None:
+            self.lora_figures.add_requests(lora.name, count)
         for request in requests:
             request.priority = limits_of(self._state.config.tenants, request.tenant).granted(request.priority)
         try:
@@ -90,6 +93,8 @@ class AdmissionControl:
 
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)
+        if request.lora is not None and request.lora.error is not None:
+            raise request.lora.error
         self._check_size(request, count)
         if not state.columns.num_paced:
             self._estimate.step_tokens = state.config.max_num_batched_tokens  # the last step may have been cut
@@ -144,6 +149,7 @@ class AdmissionControl:
     def _observe_end(self, request: Request, now: float) -> None:
         """Learn from an ended request. Only STOP and LENGTH train the length predictor."""
         self._tenants.settle(request, now)
+        self._lora_limits.settle(request, now)
         if request.finish_reason is not FinishReason.CANCELLED:
             self._count_objective(request)
         figures, reason = self._figures(request.tenant), request.finish_reason
@@ -151,6 +157,8 @@ class AdmissionControl:
         if request.first_scheduled_time is not None:
             figures.num_prompt_tokens += request.num_prompt_tokens
             figures.num_output_tokens += request.num_output_tokens
+            if request.lora is not None:
+                self.lora_figures.add_ended(request, request.lora.name)
         elif is_refusal:
             figures.num_rejected += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -226,6 +234,8 @@ class AdmissionControl:
         self.check_deadline(request, service_class, now)
         try:
             self._tenants.check(request.tenant, count, count * num_tokens, now)
+            if request.lora is not None:
+                self._lora_limits.check(request.lora.name, count, count * num_tokens, now)
         except Busy:
             self._state.stats.num_rate_limited += 1
             raise
@@ -235,6 +245,7 @@ class AdmissionControl:
                     self.breaker.observe_queue_time(now - oldest.arrival_time, oldest.priority, now)
         self.breaker.check(service_class, now)
         self._tenants.reserve(requests, num_tokens, now)
+        self._lora_limits.reserve(requests, num_tokens, now)
 
     def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
         taker = "a request of a tenant with fewer waiting for its weight took the place of this one"

@@ -17,6 +17,8 @@ class SchedulerConfig(SchedulingSettings):
     takes_turns: bool = False  # a step has rows of one bucket, whose requests take many steps
     has_quantized_copy: bool = False  # of the weights, for times of pressure
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    max_loras: int = 0  # slots of adapters; 0: no request has one
+    lora_limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # rates by adapter
     swap_seconds_per_block: float | None = None  # one way; None: no host tier
 
     @property

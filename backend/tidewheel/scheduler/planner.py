@@ -51,6 +51,9 @@ class StepPlanner:
 
     def plan(self) -> StepPlan:
         state, plan = self._state, self._plan
+        if state.loras.has_waiting:
+            for row in state.loras.begin_step(state.waiting.candidates(with_new=True)):
+                state.preempt(row, self._now)
         decode_rows, decode_starts, chunk_rows = state.columns.gaps()
         if state.turns is None:
             if len(decode_rows):
@@ -180,11 +183,13 @@ class StepPlanner:
         bucket, turn = self._plan.bucket, self._plan.turn
         if turn is not None:
             candidates = self._in_turn(candidates, turn)
-        waiting = (
+        waiting: Iterator[Request] = (
             request
             for request in candidates
             if request.request_id not in self._skipped and bucket in (None, request.bucket)
         )
+        if state.loras.has_waiting:
+            waiting = state.loras.admissible(waiting)
         if self._by_cache and not self._needs_row():
             before = self._now - state.config.ageing_s
             return next_in_line(waiting, self._num_cached_tokens, before=before, by_tenant=state.policy.by_tenant)

@@ -37,6 +37,7 @@ class Scheduler:
         self._now = 0.0
         self.max_inflight_steps = config.max_inflight_steps
         self.step_time = self._state.step_time
+        self.loras = self._state.loras
 
     def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
         """Change settings, also with batches in flight. No request ends. The number of rows cannot grow."""
@@ -80,7 +81,10 @@ class Scheduler:
         return request
 
     def expire(self, now: float) -> list[Request]:
-        """End expired sessions and return requests past their deadline; never started ones get an error."""
+        """End expired sessions. Return requests past their deadline and those whose adapter cannot be read.
+
+        Requests that never started get an error, and all of an adapter its error.
+        """
         self._now = now
         self._state.kv.sessions.expire(now)
         state, expired = self._state, []
@@ -94,6 +98,11 @@ class Scheduler:
                 )
             state.end(request, reason, now)
             state.stats.num_expired += 1
+            expired.append(request)
+        for request in state.loras.failed_requests():
+            assert request.lora is not None
+            request.error = request.lora.error
+            state.end(request, FinishReason.ERROR, now)
             expired.append(request)
         return expired + self._refuse_late(now) if state.refusals else expired
 
@@ -119,10 +128,12 @@ class Scheduler:
         state = self._state
         state.in_flight.clear()
         state.kv.transfers.abandon()
+        loads = state.loras.contents
         failed = list(state.requests.values())
         for request in failed:
             request.error = error
             state.end(request, FinishReason.ERROR, self._now, keep_cached=False)
+        state.loras.lose(loads)
         return failed
 
     def best_class(self) -> int:
@@ -142,7 +153,7 @@ class Scheduler:
         state = self._state
         if len(state.in_flight) >= self.max_inflight_steps:
             return None
-        self._now = state.kv.sessions.now = now
+        self._now = state.kv.sessions.now = state.loras.now = now
         state.reclassify_due(now)
         if state.leaders:
             state.release_followers(now)
@@ -160,7 +171,7 @@ class Scheduler:
         transfers = state.kv.take_transfers(step_id, keep_free=max(state.columns.num_running, num_needed))
         batch = plan.to_batch(step_id, state.columns.take_left_rows(), transfers)
         rows = batch.rows.astype(np.intp)
-        batch = self._control.choose_weights(batch, rows)
+        batch = state.loras.with_slots(self._control.choose_weights(batch, rows), rows)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
         state.in_flight.append(
             InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started, plan.turn)
@@ -193,6 +204,8 @@ class Scheduler:
         stats.max_num_seqs = control.max_num_seqs
         stats.num_predictions = state.predictor.num_observed
         stats.prediction_error = state.predictor.mean_abs_error
+        stats.num_lora_slots = len(state.loras.contents)
+        self.admission.lora_figures.set_current(state.loras.num_requests())
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:

@@ -13,6 +13,7 @@ from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import OutputPredictor, StepTime
+from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.shape_turns import ShapeTurns
@@ -51,6 +52,7 @@ class SchedulerState:
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.turns = ShapeTurns() if config.takes_turns else None
         self.columns = RowColumns(config.num_rows)
+        self.loras = LoraSlots(config.max_loras, self.columns, self.stats)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.deadlines = EventHeap[Request](_is_unfinished)
         self._soft_deadlines = EventHeap[Request](_is_unfinished)
@@ -75,6 +77,7 @@ class SchedulerState:
             self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
         self.waiting = WaitingSet(self.policy, self.virtual_counters, config.tenants)
         self._lifts = EventHeap[Request](lambda event: event.subject.ages_since == event.time)
+        self.loras.configure(config.ageing_s, by_class=self.policy.by_class)
 
     def _weight(self, tenant: str) -> float:
         return limits_of(self.config.tenants, tenant).weight
@@ -111,8 +114,18 @@ class SchedulerState:
                 starts.push(request.latest_start, request, len(self.requests))
         if self.policy.by_cache:
             leader.num_cached_tokens = self.kv.prefixes.estimate(leader)
-        self.waiting.push(leader)
+        self._queue(leader, leader.arrival_time)
         self._start_ageing(leader, leader.arrival_time)
+
+    def _queue(self, request: Request, since: float) -> None:
+        self.waiting.push(request)
+        if request.lora is not None:
+            self.loras.wait(request, request.lora, since)
+
+    def _dequeue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        if request.lora is not None:
+            self.loras.stop_waiting(request, request.lora)
 
     def _start_ageing(self, request: Request, since: float | None) -> None:
         may_rise = not self.policy.by_arrival or request.service_class > Priority.HIGH
@@ -222,9 +235,11 @@ class SchedulerState:
             return None
         kv.prefixes.announce(row, request, hit)
         blocks = kv.block_table(row)
-        self.waiting.remove(request)
+        self._dequeue(request)
         self._count_waiting(request, -1)
         columns.enter(request, hit, len(blocks), kv.block_size, self._class_that_counts(request))
+        if request.lora is not None:
+            self.loras.enter(request, request.lora)
         if request.followers:
             self.leaders[request.request_id] = request
         request.state = RequestState.RUNNING
@@ -241,7 +256,7 @@ class SchedulerState:
             self.stats.num_swap_preemptions += 1
         self._leave(row)
         self._count_waiting(request, 1)
-        self.waiting.push(request)
+        self._queue(request, now)
         self._start_ageing(request, now)
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
@@ -272,13 +287,13 @@ class SchedulerState:
         self.leaders.pop(leader.request_id, None)
         followers, leader.followers = leader.followers, []
         for follower in followers:
-            self.waiting.push(follower)
+            self._queue(follower, now)
             self._start_ageing(follower, now if leader.ages_since is None else leader.ages_since)
 
     def _stop_waiting(self, request: Request) -> None:
         leader = request.leader
         if leader is None or request not in leader.followers:
-            self.waiting.remove(request)
+            self._dequeue(request)
             return
         leader.followers.remove(request)
         if leader.is_new:
@@ -307,6 +322,8 @@ class SchedulerState:
         is_in_flight = bool(self.in_flight) and last_step >= self.in_flight[0].step_id
         self.kv.free(row, after_step=last_step if is_in_flight else None)
         columns.leave(row)
+        if request.lora is not None:
+            self.loras.leave(row)
 
     def _count_waiting(self, request: Request, change: int) -> None:
         self.stats.num_waiting_tokens += change * request.num_tokens
@@ -329,6 +346,7 @@ class SchedulerState:
         require(len(placed) == len(waiting) + len(running), "a request is in two places")
         require(placed == self.requests, "requests are lost or left over")
         self._check_waiting(queued, attached)
+        self.loras.check_invariants(running, queued)
         require(
             set(self.leaders) == {request.request_id for request in running if request.followers},
             "running leaders are listed wrongly",

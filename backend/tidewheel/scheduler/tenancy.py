@@ -49,14 +49,17 @@ _Buckets = dict[str, TokenBucket]
 
 
 class TenantTable:
-    """Token buckets by tenant. Requests reserve tokens at admission and settle at their end.
+    """Token buckets by tenant, or by adapter. Requests reserve tokens at admission and settle at their end.
 
     Tenants without an entry share the buckets of `*`, or with `each` have their own; of these, full ones are dropped,
     and beyond `MAX_BUCKETS` the least recently used.
     """
 
-    def __init__(self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS) -> None:
+    def __init__(
+        self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS, *, by_lora: bool = False
+    ) -> None:
         self._max_buckets = max_buckets
+        self._by_lora = by_lora
         self._tenants = tenants
         self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # LRU
@@ -78,7 +81,7 @@ class TenantTable:
             cost = num_requests if name == _REQUESTS else num_tokens
             if (seconds := bucket.wait_seconds(cost, now)) > 0.0:
                 raise Busy(
-                    f"{_describe(tenant, account)} {name} of {bucket.rate:g}: "
+                    f"{self._describe(tenant, account)} {name} of {bucket.rate:g}: "
                     f"{max(bucket.level(now), 0.0):.0f} of {bucket.burst:g} are left, and this takes {cost}",
                     retry_after_ms=math.ceil(1e3 * seconds),
                 )
@@ -86,18 +89,19 @@ class TenantTable:
     def reserve(self, requests: Sequence[Request], num_tokens: int, now: float) -> None:
         for request in requests:
             request.reserved_tokens = num_tokens
-        self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
+        self._take(requests[0], len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
         """Correct the reservation by real use: nothing, if never started."""
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
-        self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)
+        self._take(request, 0 if has_started else -1, used - request.reserved_tokens, now)
 
-    def _take(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        if not self._tenants:
+    def _take(self, request: Request, num_requests: int, num_tokens: int, now: float) -> None:
+        if not self._tenants or (self._by_lora and request.lora is None):
             return
-        for name, bucket in self._find(account_of(self._tenants, tenant), now).items():
+        owner = request.lora.name if self._by_lora and request.lora is not None else request.tenant
+        for name, bucket in self._find(account_of(self._tenants, owner), now).items():
             bucket.take(num_requests if name == _REQUESTS else num_tokens, now)
 
     def _find(self, account: str, now: float) -> _Buckets:
@@ -109,6 +113,13 @@ class TenantTable:
         if buckets:
             self._unnamed[account] = buckets
         return buckets
+
+    def _describe(self, name: str, account: str) -> str:
+        kind = "adapter" if self._by_lora else "tenant"
+        if account == EVERYBODY:
+            return f"{kind}s without an entry are over their"
+        shown = name if len(name) <= _NAME_CHARS else name[:_NAME_CHARS] + "…"
+        return f"{kind} {shown!r} is over its"
 
     def _forget(self, now: float) -> None:
         for account, buckets in list(islice(self._unnamed.items(), 2)):
@@ -124,13 +135,6 @@ def _make_buckets(limits: TenantLimits, before: _Buckets | None = None) -> _Buck
     for name in buckets.keys() & (before or {}).keys():
         buckets[name].inherit((before or {})[name])
     return buckets
-
-
-def _describe(tenant: str, account: str) -> str:
-    if account == EVERYBODY:
-        return "tenants without an entry are over their"
-    shown = tenant if len(tenant) <= _NAME_CHARS else tenant[:_NAME_CHARS] + "…"
-    return f"tenant {shown!r} is over its"
 
 
 INPUT_WEIGHT = 1.0

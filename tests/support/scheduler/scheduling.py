@@ -149,7 +149,8 @@ class SchedulerDriver(RequestLedger):
     def expire(self) -> list[Request]:
         self.expired = expired = self.scheduler.expire(self.now)
         for request in expired:
-            assert min(request.deadline or math.inf, request.latest_start) <= self.now
+            is_late = min(request.deadline or math.inf, request.latest_start) <= self.now
+            assert is_late or (request.lora is not None and request.error is request.lora.error)
             self.end(request)
         return expired
 

@@ -1,0 +1,291 @@
+"""Slots of LoRA adapters on the device.
+
+A request runs with its adapter in a slot, which its row holds until it leaves. A slot that no row holds goes to the
+next adapter in the order of service, the least recently used first. Its new adapter is loaded before the forward pass
+of the step; steps in flight, which may use the old one, were launched earlier and are executed first.
+
+Requests that wait for weights or for a slot hold up others of their adapter only. So that each adapter gets a slot,
+one whose oldest request waits (and whose weights are loaded) for
+
+        ageing_s        reserves a slot that another adapter has had for as long: requests of that one enter no more,
+                        unless of a better class; at once, if it is of a better class than all rows of the slot
+    2 · ageing_s        gets the slot: its rows are preempted; at once, if they are of lower classes than CRITICAL
+
+Rows of better classes than the waiting request keep their slot. Without these, and with k adapters served before it,
+an adapter waits at most (2 + ⌊k / slots⌋) · ageing_s for a slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from tidewheel.batch import Int32Array, RowArray, ScheduledBatch, no_ids
+from tidewheel.errors import InternalError, require
+from tidewheel.lora import NO_SLOT, Lora, LoraLoad
+from tidewheel.request import Priority, Request
+from tidewheel.scheduler.columns import RowColumns
+from tidewheel.stats import EngineStats
+
+LOOK_AHEAD = 64  # waiting requests whose adapters are loaded early
+_NO_CLASS = Priority.LOW + 1
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    number: int
+    lora: Lora | None = None
+    num_rows: int = 0
+    since: float = -math.inf  # its adapter has the slot
+    last_use: float = -math.inf
+    reserved_for: Request | None = None
+
+
+class LoraSlots:
+    """Owner of the slots: which adapter each has, which rows hold it, and which requests wait for theirs."""
+
+    def __init__(self, num_slots: int, columns: RowColumns, stats: EngineStats) -> None:
+        self.load: Callable[[Lora], None] = lambda _: None  # asks for weights; returns at once
+        self.now = 0.0  # of the step
+        self._columns = columns
+        self._stats = stats
+        self._ageing_s = math.inf
+        self._by_class = False
+        self._slots = [_Slot(number) for number in range(num_slots)]
+        self._slot_of: dict[Lora, _Slot] = {}
+        self._slots_of_rows: Int32Array = np.full(columns.num_rows, NO_SLOT, dtype=np.int32)
+        self._waiting: dict[Lora, dict[Request, float]] = {}  # since when, oldest first
+        self._asked: set[Lora] = set()  # for weights, in this step
+        self._closed: dict[Lora, int] = {}  # adapters without a slot: class from which none enters in this step
+        self._best_classes: list[int] | None = None  # of the slots' rows, in this step
+        self._loads: list[LoraLoad] = []
+
+    def configure(self, ageing_s: float, *, by_class: bool) -> None:
+        self._ageing_s, self._by_class = ageing_s, by_class
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def waiting(self) -> set[Lora]:
+        return set(self._waiting)
+
+    @property
+    def running(self) -> set[Lora]:
+        return {slot.lora for slot in self._slots if slot.lora is not None and slot.num_rows}
+
+    @property
+    def contents(self) -> list[LoraLoad]:
+        return [LoraLoad(slot.number, lora) for lora, slot in self._slot_of.items()]
+
+    def failed_requests(self) -> list[Request]:
+        """Return the waiting requests whose adapters could not be read."""
+        failed = [lora for lora in self._asked if lora.error is not None]
+        leaders = [request for lora in failed for request in self._waiting.get(lora, ())]
+        return [member for leader in leaders for member in (*leader.followers, leader)]
+
+    def begin_step(self, candidates: Iterator[Request]) -> list[int]:
+        """Ask for the weights of the first in line. Return rows to preempt for adapters that have waited too long."""
+        self._asked.clear()
+        self._closed.clear()
+        self._best_classes = None
+        for request in islice(candidates, LOOK_AHEAD):
+            if request.lora is not None and request.lora not in self._slot_of:
+                self._is_loaded(request.lora)
+        rows: list[int] = []
+        for slot in self._slots:
+            if (taker := slot.reserved_for) is not None:
+                is_unused = not slot.num_rows and self.now - slot.last_use >= self._ageing_s
+                if taker.row >= 0 or taker.is_finished or taker.lora in self._slot_of or is_unused:
+                    slot.reserved_for = None
+                else:
+                    rows += self._rows_to_preempt(slot, taker)
+        return rows
+
+    def _rows_to_preempt(self, slot: _Slot, taker: Request) -> list[int]:
+        has_waited = self._seconds_waited(taker) >= 2.0 * self._ageing_s and self._had_its_time(slot)
+        if self._best_class_in(slot) < (self._class_of(taker) if has_waited else self._class_to_outrank(taker)):
+            return []
+        if not has_waited and taker.service_class is not Priority.CRITICAL:
+            return []
+        rows = (self._slots_of_rows == slot.number) & ~self._columns.are_ending()
+        return [int(row) for row in rows.nonzero()[0]]
+
+    def admissible(self, candidates: Iterable[Request]) -> Iterator[Request]:
+        """Yield the requests whose adapter has a slot or can get one. Ask for others' weights, and reserve slots."""
+        for request in candidates:
+            if request.lora is None or self._may_enter(request, request.lora):
+                yield request
+
+    def _may_enter(self, request: Request, lora: Lora) -> bool:
+        slot = self._slot_of.get(lora)
+        if slot is not None:
+            return self._is_open(slot, request)
+        service_class = self._class_of(request)
+        if service_class >= self._closed.get(lora, _NO_CLASS):
+            return False
+        if self._is_loaded(lora):
+            if self._free_slot(lora) is not None:
+                return True
+            self._reserve(request)
+        self._closed[lora] = service_class
+        return False
+
+    def _is_loaded(self, lora: Lora) -> bool:
+        is_missing = lora.weights is None and lora not in self._asked
+        if is_missing and len(self._asked) < len(self._slots):
+            self._asked.add(lora)
+            if lora.error is None:
+                self.load(lora)
+        return lora.weights is not None
+
+    def _free_slot(self, lora: Lora) -> _Slot | None:
+        """Return the adapter's slot-to-be: one reserved for it, an empty one, or the least recently used."""
+        free = (
+            slot
+            for slot in self._slots
+            if not slot.num_rows and (slot.reserved_for is None or slot.reserved_for.lora is lora)
+        )
+        return min(
+            free,
+            key=lambda slot: (
+                slot.reserved_for is None,
+                slot.lora is not None,
+                slot.lora in self._waiting,
+                slot.last_use,
+            ),
+            default=None,
+        )
+
+    def _is_open(self, slot: _Slot, request: Request) -> bool:
+        """Return whether a request may enter the slot that its adapter has. Followers enter with their leader."""
+        taker, leader = slot.reserved_for, request.leader
+        if taker is None or (leader is not None and leader.row >= 0):
+            return True
+        is_closing = self._had_its_time(slot) or self._best_class_in(slot) >= self._class_to_outrank(taker)
+        return not is_closing or self._class_of(request) < self._class_of(taker)
+
+    def _reserve(self, request: Request) -> None:
+        """Reserve a slot that may be taken: the one that was, or the one that is expected to be free first."""
+        before = next((s for s in self._slots if s.reserved_for and s.reserved_for.lora is request.lora), None)
+        if before is not None:
+            before.reserved_for = None
+        least = self._class_of(request)
+        if self._seconds_waited(request) < self._ageing_s:
+            least = self._class_to_outrank(request)
+        claim = self._claim_of(request)
+        slots = [
+            slot
+            for slot in self._slots
+            if self._best_class_in(slot) >= least
+            and (slot.reserved_for is None or claim < self._claim_of(slot.reserved_for))
+        ]
+
+        def place(slot: _Slot) -> tuple[bool, bool, float, int]:
+            closes_at = max(slot.since + self._ageing_s, self.now)
+            return slot is not before, slot.reserved_for is not None, closes_at, slot.num_rows
+
+        if slots:
+            min(slots, key=place).reserved_for = request
+
+    def _had_its_time(self, slot: _Slot) -> bool:
+        return self.now - slot.since >= self._ageing_s
+
+    def _claim_of(self, request: Request) -> tuple[int, float]:
+        return self._class_of(request), -self._seconds_waited(request)
+
+    def _class_to_outrank(self, request: Request) -> int:
+        """Return the best class that rows may have to give way to a better one; ageing does not count."""
+        return max(request.service_class, request.priority) + 1 if self._by_class else _NO_CLASS
+
+    def _seconds_waited(self, request: Request) -> float:
+        """Return how long the oldest request of the request's adapter has waited."""
+        assert request.lora is not None
+        return self.now - next(iter(self._waiting[request.lora].values()))
+
+    def _class_of(self, request: Request) -> int:
+        return request.service_class if self._by_class else 0
+
+    def _best_class_in(self, slot: _Slot) -> int:
+        if self._best_classes is None:
+            best = np.full(len(self._slots) + 1, _NO_CLASS)  # the last is that of rows without an adapter
+            np.minimum.at(best, self._slots_of_rows, self._columns.classes)
+            self._best_classes = best.tolist()
+        return self._best_classes[slot.number]
+
+    def wait(self, request: Request, lora: Lora, since: float) -> None:
+        self._waiting.setdefault(lora, {})[request] = since
+
+    def stop_waiting(self, request: Request, lora: Lora) -> None:
+        del self._waiting[lora][request]
+        if not self._waiting[lora]:
+            del self._waiting[lora]
+
+    def enter(self, request: Request, lora: Lora) -> None:
+        """Let the request's row hold its adapter's slot; order the load if the adapter has none."""
+        slot = self._slot_of.get(lora) or self._give_slot(lora)
+        slot.num_rows += 1
+        slot.last_use = self.now
+        self._slots_of_rows[request.row] = slot.number
+
+    def _give_slot(self, lora: Lora) -> _Slot:
+        slot = self._free_slot(lora)
+        if slot is None:
+            raise InternalError(f"adapter {lora.name!r} was let in, and no slot is free")
+        if slot.lora is not None:
+            del self._slot_of[slot.lora]
+            self._stats.num_lora_evictions += 1
+        slot.lora, slot.since, slot.reserved_for = lora, self.now, None
+        self._slot_of[lora] = slot
+        self._loads.append(LoraLoad(slot.number, lora))
+        self._stats.num_lora_loads += 1
+        return slot
+
+    def leave(self, row: int) -> None:
+        slot = self._slots[self._slots_of_rows[row]]
+        slot.num_rows -= 1
+        slot.last_use = self.now
+        self._slots_of_rows[row] = NO_SLOT
+
+    def lose(self, loads: Iterable[LoraLoad]) -> None:
+        """Empty the slots of loads that the device may not have done; no row holds them."""
+        for number, lora in loads:
+            slot = self._slots[number]
+            if slot.lora is lora and not slot.num_rows:
+                del self._slot_of[lora]
+                slot.lora = None
+
+    def with_slots(self, batch: ScheduledBatch, rows: RowArray) -> ScheduledBatch:
+        """Return the batch with its rows' slots and the loads before it."""
+        slots = self._slots_of_rows.take(rows) if self._slot_of else no_ids()
+        if slots.max(initial=NO_SLOT) == NO_SLOT:
+            return batch
+        loads, self._loads = tuple(self._loads), []
+        return replace(batch, lora_slots=slots, lora_loads=loads)
+
+    def num_requests(self) -> Iterator[tuple[str, int, int]]:
+        """Yield names of adapters with their numbers of running and of waiting requests."""
+        for lora, slot in self._slot_of.items():
+            yield lora.name, slot.num_rows, 0
+        for lora, requests in self._waiting.items():
+            yield lora.name, 0, sum(1 + len(request.followers) for request in requests)
+
+    def check_invariants(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
+        rows = {request.row: request.lora for request in running if request.lora is not None}
+        holding = {int(row) for row in np.flatnonzero(self._slots_of_rows != NO_SLOT)}
+        require(holding == rows.keys(), "rows hold slots without an adapter, or none with one")
+        for row, lora in rows.items():
+            require(self._slots[self._slots_of_rows[row]].lora is lora, f"row {row} holds another adapter's slot")
+        placed = {slot.lora: slot for slot in self._slots if slot.lora is not None}
+        require(placed == self._slot_of, "adapters and slots disagree")
+        for slot in self._slots:
+            count = int(np.count_nonzero(self._slots_of_rows == slot.number))
+            require(slot.num_rows == count, f"slot {slot.number} counts {slot.num_rows} rows of {count}")
+        expected = {request for request in waiting if request.lora is not None}
+        require({one for group in self._waiting.values() for one in group} == expected, "waiting adapters are lost")
+        require(all(self._waiting.values()), "an adapter without requests waits")

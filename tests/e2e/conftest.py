@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,8 +56,15 @@ def other(_second_server: Server) -> Server:
     return wait_ready(_second_server)
 
 
+Reference = Callable[[str, int], tuple[list[int], list[int], str]]
+
+
 @pytest.fixture(scope="session")
-def reference() -> Callable[[str, int], tuple[list[int], list[int], str]]:
+def reference() -> Reference:
+    return greedy_reference(WEIGHTS)
+
+
+def greedy_reference(folder: Path) -> Reference:
     """Prompt and length → (prompt ids, greedy ids, text) by `transformers.generate` in float32.
 
     Fails where rounding might choose another token.
@@ -64,8 +72,8 @@ def reference() -> Callable[[str, int], tuple[list[int], list[int], str]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def generate(prompt: str, count: int) -> tuple[list[int], list[int], str]:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

@@ -111,6 +111,19 @@ def _grouped_linear(
     grouped_linear(torch.empty(num_rows, in_features, dtype=dtype), weights, bias)
 
 
+def _lora(
+    in_features: int, part_sizes: tuple[int, ...], max_rank: int, *, num_tiles: int = 8, dtype: torch.dtype = BF16
+) -> None:
+    from tidewheel_kernels.lora.groups import TILE, LoraGroups
+    from tidewheel_kernels.lora.stacks import LoraSizes, StaticLoraStack
+    from tidewheel_kernels.lora.triton_kernels import add_lora
+
+    stack = StaticLoraStack(LoraSizes(in_features, part_sizes, 8, max_rank), dtype, torch.device("cpu"))
+    groups = LoraGroups(torch.empty(num_tiles * TILE, dtype=I32), torch.empty(num_tiles, dtype=I32))
+    x = torch.empty(2, in_features, dtype=dtype)
+    add_lora(torch.empty(2, sum(part_sizes), dtype=dtype), x, stack, groups)
+
+
 def _attention(
     head_dim: int,
     *,
@@ -219,6 +232,12 @@ CASES = (
     CompileCase("grouped-prompt-4-of-128", partial(_grouped_linear, 512, 4096, 4096, 4, group_size=128, plain=True)),
     CompileCase("grouped-prompt-8-of-64", partial(_grouped_linear, 64, 1024, 1024, 8, group_size=64), default=False),
     CompileCase("grouped-float32", partial(_grouped_linear, 8, 1024, 1024, 4, dtype=F32), default=False),
+    CompileCase("lora-qkv-16", partial(_lora, 4096, (4096, 1024, 1024), 16)),
+    CompileCase("lora-gate-up-64", partial(_lora, 1024, (3072, 3072), 64)),
+    CompileCase("lora-down-256", partial(_lora, 14_336, (4096,), 256)),
+    CompileCase("lora-576-8", partial(_lora, 576, (576, 192, 192), 8, num_tiles=1), default=False),
+    CompileCase("lora-1000-float16", partial(_lora, 1000, (300,), 20, dtype=torch.float16), default=False),
+    CompileCase("lora-1024-64-float32", partial(_lora, 1024, (3072,), 64, dtype=F32), default=False),
     CompileCase("prefill-128", partial(_prefill, 128)),
     CompileCase(
         "prefill-128-one-of-each", partial(_prefill, 128, num_seqs=1, group=1, num_kv_heads=1), default=False

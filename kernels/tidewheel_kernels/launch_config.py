@@ -220,6 +220,38 @@ def grouped_config(num_rows: int, out_features: int, in_features: int, element_s
     return LinearConfig(block_m, block_n, block_k, cdiv(in_features, split_len), split_len, num_warps, num_stages)
 
 
+class LowRankConfig(NamedTuple):
+    """Tiles of both products with adapters, by the layer alone: no row depends on its batch."""
+
+    block_r: int  # ranks
+    block_k: int  # inputs
+    block_n: int  # outputs
+    ranks: int  # of all adapters, a multiple of block_r
+    num_splits: int  # of the inputs
+    split_len: int  # multiple of block_k
+    num_warps: int
+    num_stages: int
+
+
+@lru_cache
+def lora_config(in_features: int, max_rank: int, element_size: int) -> LowRankConfig:
+    """Return small tiles, with the next in flight: of decodes, each tile reads an adapter of its own."""
+    block_r = min(max(next_power_of_2(max_rank), MIN_DOT_SIZE), 32 if element_size > 2 else 64)
+    block_k, num_stages = (32, 2) if element_size > 2 else (128, 4)
+    num_splits = max(min(in_features // MIN_INPUTS_PER_SPLIT, MAX_LINEAR_SPLITS), 1)
+    split_len = cdiv(cdiv(in_features, num_splits), block_k) * block_k
+    return LowRankConfig(
+        block_r=block_r,
+        block_k=block_k,
+        block_n=64 if element_size > 2 else 128,
+        ranks=cdiv(max_rank, block_r) * block_r,
+        num_splits=cdiv(in_features, split_len),
+        split_len=split_len,
+        num_warps=4,
+        num_stages=num_stages,
+    )
+
+
 class DecodeSplits(NamedTuple):
     extra: int  # programs per KV head beyond one per sequence
     min_keys: int  # per split

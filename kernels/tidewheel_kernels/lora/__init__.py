@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from tidewheel_kernels.choice import Op
+from tidewheel_kernels.choice import Op, choose, preference_for
 from tidewheel_kernels.lora.cpu import add_lora_native
 from tidewheel_kernels.lora.groups import TILE, LoraGroups, group_tokens, max_tiles
 from tidewheel_kernels.lora.reference import add_lora_reference
-from tidewheel_kernels.lora.stacks import HostLoraStack, LoraMatrices, LoraSizes, LoraStack
+from tidewheel_kernels.lora.stacks import HostLoraStack, LoraMatrices, LoraSizes, LoraStack, StaticLoraStack
+
+NAME = "add_lora"
 
 
 def lora_stack(sizes: LoraSizes, dtype: torch.dtype, device: torch.device) -> LoraStack:
-    """Return an empty stack for the implementation of `add_lora` on a device."""
-    return HostLoraStack(sizes, dtype, device)
+    """Return an empty stack for the implementation of `add_lora` on a device; "meta" stands for a GPU."""
+    is_static = device.type == "meta" or choose(device.type, preference_for(NAME), has_cpu=True) == "triton"
+    return (StaticLoraStack if is_static else HostLoraStack)(sizes, dtype, device)
 
 
 def add_lora(
@@ -40,7 +43,7 @@ def add_lora(
     _OP.chosen[x.device, x.dtype](out, x, stack, groups)
 
 
-_OP = Op("add_lora", __name__, reference=add_lora_reference, cpu=add_lora_reference, native=add_lora_native)
+_OP = Op(NAME, __name__, reference=add_lora_reference, cpu=add_lora_reference, native=add_lora_native)
 
 __all__ = [
     "TILE",

@@ -122,5 +122,37 @@ class HostLoraStack(LoraStack):
         return self._slots[slot]
 
 
+class StaticLoraStack(LoraStack):
+    """Stack of tensors that never move, for CUDA graphs: adapters are copied to their slots."""
+
+    def __init__(self, sizes: LoraSizes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(sizes, dtype, device)
+        slots, num_parts = sizes.max_loras, len(sizes.part_sizes)
+        # Ranks past an adapter's own are never read.
+        self.a = torch.empty(slots, num_parts, sizes.max_rank, sizes.in_features, dtype=dtype, device=device)
+        self.b = torch.empty(slots, sizes.max_rank, sizes.out_features, dtype=dtype, device=device)
+        self.ranks = torch.zeros(slots, num_parts, dtype=torch.int32, device=device)
+        self.num_bytes = sum(tensor.nbytes for tensor in (self.a, self.b, self.ranks))
+        self._ranks = [[0] * num_parts for _ in range(slots)]
+
+    def _set(self, slot: int, parts: Sequence[LoraMatrices | None]) -> None:
+        self._ranks[slot] = [0 if part is None else len(part.a) for part in parts]
+        for index, (part, to) in enumerate(zip(parts, self._places(slot), strict=True)):
+            self.ranks[slot, index].fill_(self._ranks[slot][index])
+            if part is not None:
+                to.a.copy_(part.a, non_blocking=True)
+                to.b.copy_(part.b.to(self.device, non_blocking=True))
+
+    def _places(self, slot: int) -> list[LoraMatrices]:
+        columns = torch.split(self.b[slot], list(self.sizes.part_sizes), dim=1)
+        return [
+            LoraMatrices(self.a[slot, part, :rank], columns[part][:rank].t())
+            for part, rank in enumerate(self._ranks[slot])
+        ]
+
+    def matrices(self, slot: int) -> Sequence[LoraMatrices | None]:
+        return [part if len(part.a) else None for part in self._places(slot)]
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()

@@ -67,9 +67,10 @@ class Unsupported(RequestError):
 
 
 class NotFound(RequestError):
-    """`close_session` names a session that was never kept, has expired, was closed or was evicted.
+    """`close_session` names a session that was never kept, has expired, was closed or was evicted, or an order names
+    an adapter, or the folder of one, that is not there.
 
-    Nothing has to be done: the session keeps no memory.
+    Nothing has to be done for the session, which keeps no memory. Correct the name or the folder of the adapter.
     """
 
     tag = "TW-NOT-FOUND"

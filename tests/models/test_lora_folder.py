@@ -32,6 +32,7 @@ from tidewheel.models.loader import plan_model
 from tidewheel.models.lora_folder import LoraWeights, open_lora, read_lora
 from tidewheel.models.model_folder import read_config
 from tidewheel.models.shard import Shard
+from tidewheel_kernels.lora import LoraMatrices
 
 MAX_RANK = 16
 LAYER = "model.layers.1.self_attn.q_proj"
@@ -136,6 +137,24 @@ def test_ranks_and_bytes(tmp_path: Path, base: Path, model: Decoder) -> None:
     assert 0 <= weights.num_bytes - sum(tensor.nbytes for tensor in tensors) < 64 * len(tensors)
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
     assert all(a.is_contiguous() and b.t().is_contiguous() for _, a, b in matrices(weights, model))
+
+
+def test_for_a_gpu_both_are_contiguous_in_one_piece_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = []
+
+    def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+        pieces.append((torch.empty(num_bytes, dtype=torch.uint8), device))
+        return pieces[-1][0]
+
+    monkeypatch.setattr(lora_folder, "pinned_memory", pinned)
+    sizes = {"x": (3, 5, 7), "y": (1, 2, 2)}
+    pairs = {name: LoraMatrices(torch.randn(r, i), torch.randn(o, r)) for name, (r, i, o) in sizes.items()}
+    kept, num_bytes = lora_folder._together(pairs, torch.device("cuda", 1))
+    [(memory, device)] = pieces
+    assert (len(memory), device.index) == (num_bytes, 1)
+    for name, (a, b) in kept.items():
+        assert a.equal(pairs[name].a) and b.equal(pairs[name].b) and a.is_contiguous() and b.is_contiguous()
+        assert {a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()} == {memory.data_ptr()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,17 +7,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gpu.parity import Divergence, first_divergence
 from support.models import tiny_models
 from support.models.peft_folders import write_merged, write_peft
 from support.runner.lora_loop import MAX_RANK, LoraRunner
 from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.batch import Int32Array
-from tidewheel.config import EngineConfig
+from tidewheel.config import DType, EngineConfig
 from tidewheel.runner.model_runner import ModelRunner
 
 NUM_TOKENS = 24
+MAX_SPACINGS = 16.0  # of bfloat16, by which rounding moves a logit of these models
 COUNT = 6  # prompts of the base and of each adapter
 ADAPTERS: dict[str, dict[str, object]] = {
     "all": {"rank": 4, "rank_pattern": {"up_proj": 7}},
@@ -29,19 +31,20 @@ ADAPTERS: dict[str, dict[str, object]] = {
 class Case(NamedTuple):
     runner: ModelRunner
     adapters: list[Path]
-    prompts: dict[str, list[Int32Array]]  # by name of the adapter, or "base"
-    expected: dict[str, list[list[int]]]
+    merged: dict[str, PreTrainedModel]  # by name of the adapter, or "base"; float32
+    prompts: dict[str, list[Int32Array]]
+    expected: dict[str, list[list[int]]]  # of `merged`
 
     def loop(self, **settings: object) -> StepLoop:
         """Return a loop on a cache that is NaN wherever it has not written."""
         poison(self.runner)
         return StepLoop(LoraRunner(self.runner, self.adapters), **settings)
 
-    def tokens(self, loop: StepLoop, *names: str) -> dict[str, list[list[int]]]:
-        """Run the requests of some adapters, in turn."""
+    def tokens(self, loop: StepLoop, *names: str, prefix: str = "") -> dict[str, list[list[int]]]:
+        """Run the requests of some adapters, in turn; a `prefix` to their names leaves them to the base."""
         pairs = [(name, number) for number in range(COUNT) for name in names]
         found = loop.run([
-            request(f"{name} {number}", self.prompts[name][number], NUM_TOKENS, cache_salt=name)
+            request(f"{prefix}{name} {number}", self.prompts[name][number], NUM_TOKENS, cache_salt=name)
             for name, number in pairs
         ])  # fmt: skip
         return {name: [tokens for (of, _), tokens in zip(pairs, found, strict=True) if of == name] for name in names}
@@ -50,29 +53,39 @@ class Case(NamedTuple):
         return {name: self.expected[name] for name in names}
 
 
-@pytest.fixture(scope="module", params=tiny_models.NATIVE)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def made(name: str, folder: Path, dtype: DType) -> Case:
+    """Make a model, its adapters, and prompts whose greedy tokens are clear in float32."""
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp(request.param)
-    models = {"base": tiny_models.save(tiny_models.NATIVE[request.param], folder / "base")}
-    for seed, (name, options) in enumerate(ADAPTERS.items()):
-        write_peft(folder / name, folder / "base", seed=seed, **options)
-        merged = write_merged(folder / f"merged {name}", folder / "base", folder / name)
-        models[name] = transformers.AutoModelForCausalLM.from_pretrained(merged, attn_implementation="eager").eval()
+    models = {"base": tiny_models.save(tiny_models.NATIVE[name], folder / "base")}
+    for seed, (adapter, options) in enumerate(ADAPTERS.items()):
+        write_peft(folder / adapter, folder / "base", seed=seed, **options)
+        merged = write_merged(folder / f"merged {adapter}", folder / "base", folder / adapter)
+        models[adapter] = AutoModelForCausalLM.from_pretrained(merged, attn_implementation="eager").eval()
     candidates = tiny_models.prompts(COUNT + 6, 1, 40)
     clear = {
-        name: tiny_models.clear_prompts(model, candidates, COUNT, NUM_TOKENS) for name, model in models.items()
+        adapter: tiny_models.clear_prompts(model, candidates, COUNT, NUM_TOKENS) for adapter, model in models.items()
     }  # fmt: skip
     config = EngineConfig(
-        model=str(folder / "base"), dtype="float32", device="cpu", max_num_seqs=32, num_blocks=256, block_size=16,
+        model=str(folder / "base"), dtype=dtype, device="cpu", max_num_seqs=32, num_blocks=256, block_size=16,
         num_threads=1, enable_lora=True, max_loras=len(ADAPTERS), max_lora_rank=MAX_RANK,
     )  # fmt: skip
     return Case(
         ModelRunner.load(config),
-        [folder / name for name in ADAPTERS],
-        {name: prompts for name, (prompts, _) in clear.items()},
-        {name: tokens for name, (_, tokens) in clear.items()},
+        [folder / adapter for adapter in ADAPTERS],
+        models,
+        {adapter: prompts for adapter, (prompts, _) in clear.items()},
+        {adapter: tokens for adapter, (_, tokens) in clear.items()},
     )
+
+
+@pytest.fixture(scope="module", params=tiny_models.NATIVE)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return made(request.param, tmp_path_factory.mktemp(request.param), "float32")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3-tied"])
+def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return made(request.param, tmp_path_factory.mktemp(request.param), "bfloat16")
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -111,3 +124,30 @@ def test_one_prompt_of_all(case: Case) -> None:
     together = case.loop().run([request(name, prompt, NUM_TOKENS, cache_salt=name) for name in names])
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == len(names)
+
+
+def test_base_rows_have_the_tokens_of_steps_without_adapters(rounded: Case) -> None:
+    """In bfloat16, where other products for the base's rows would show."""
+    names = "base", *ADAPTERS
+    expected = rounded.tokens(rounded.loop(), *names, prefix="no ")
+    found = rounded.tokens(rounded.loop(), *names)
+    assert found["base"] == expected["base"]
+    assert all(found[name] != expected[name] for name in ADAPTERS)
+
+
+@torch.inference_mode()
+def divergences(case: Case, name: str, answers: list[list[int]]) -> list[Divergence]:
+    """Compare answers with the logits of the merged weights in float32."""
+    found = []
+    for prompt, tokens in zip(case.prompts[name], answers, strict=True):
+        ids = torch.tensor([[*prompt.tolist(), *tokens[:-1]]])
+        logits = case.merged[name](ids).logits[0, len(prompt) - 1 :].float()
+        found.append(first_divergence(logits, tokens, torch.bfloat16))
+    return [one for one in found if one is not None]
+
+
+def test_in_bfloat16_tokens_part_only_where_rounding_decides(rounded: Case) -> None:
+    answers = rounded.tokens(rounded.loop(), "base", *ADAPTERS)
+    for name, tokens in answers.items():
+        assert all(one.spacings < MAX_SPACINGS for one in divergences(rounded, name, tokens))
+    assert all(one.spacings > MAX_SPACINGS for one in divergences(rounded, "all", answers["base"]))

@@ -24,6 +24,7 @@ from common.study import Study, show
 from tidewheel.batch import ScheduledBatch
 from tidewheel.runner.collectives import MemoryCollectives, create_memory
 from tidewheel.runner.rank_group import framed, receive
+from tidewheel.runner.rank_loras import LeaderLoras
 from tidewheel.runner.step_messages import decode_step, encode_step
 
 ROUNDS, LARGE_ROUNDS, WARM_UP, PAUSE_S, LIMIT_S = 1000, 100, 50, 0.0005, 60.0
@@ -76,7 +77,7 @@ def answer(rank: int, meeting: Meeting, connection: socket.socket, size: int) ->
     for _ in range(ROUNDS):
         message = receive(stream)
         assert message is not None
-        decode_step(message)
+        decode_step(message, {})
         connection.send(ACKNOWLEDGED)
     for group in groups.values():
         for _ in range(ROUNDS):
@@ -123,7 +124,8 @@ def main() -> None:
     study.add_argument("--rows", type=int, default=256, help="of the step")
     arguments = study.begin()
     batch, connections = step(arguments.rows), []
-    size = len(encode_step(batch))
+    loras = LeaderLoras(())
+    size = len(encode_step(batch, loras))
     with tempfile.TemporaryDirectory() as folder:
         meeting = Meeting(create_memory(arguments.ranks), Path(folder) / "rendezvous", arguments.ranks)
         for rank in range(1, arguments.ranks):
@@ -135,7 +137,7 @@ def main() -> None:
         groups = meeting.groups(0)
 
     def send() -> None:
-        data = framed(encode_step(batch))
+        data = framed(encode_step(batch, loras))
         for connection in connections:
             connection.sendall(data)
 

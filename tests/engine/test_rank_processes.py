@@ -185,7 +185,7 @@ def test_collections_of_a_rank_skip_what_loading_made(model: Path, monkeypatch: 
     for owner, name in ((rank_process, "join_group"), (rank_process, "follow"), (gc, "freeze")):
         monkeypatch.setattr(owner, name, getattr(calls, name))
     monkeypatch.setattr(rank_process.ModelRunner, "load", calls.load)
-    start = rank_group.RankStart(1, config_of(model).to_settings(), 0, 0, ends_engine=False)
+    start = rank_group.RankStart(1, config_of(model).to_settings(), 0, 0, 0, ends_engine=False)
     assert rank_process.run(start, mock.Mock()) == ""
     assert [call[0] for call in calls.mock_calls] == ["join_group", "load", "freeze", "follow"]
 

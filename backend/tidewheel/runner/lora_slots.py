@@ -33,7 +33,7 @@ class LoraSlots:
         """Fill slots. A device copies in the order of its steps, so this waits for none of them."""
         for slot, lora in loads:
             for linear, stack in self._stacks:
-                stack.set(slot, lora.weights.of.get(linear.name) or [None] * len(linear.parts))
+                stack.set(slot, lora.weights.of[linear.name])
 
     def staged_bytes(self, num_tokens: int) -> int:
         """Return the size of a step's columns."""

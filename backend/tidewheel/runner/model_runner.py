@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -15,6 +16,8 @@ from tidewheel.batch import Launch, SampledTokens, ScheduledBatch, WeightVariant
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.lora_folder import LoraWeights, read_lora
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
@@ -213,6 +216,12 @@ class ModelRunner:
             self.run(dataclasses.replace(batch, weights=weights))
         if self._lora is not None:
             self.run(self.with_adapters(batch))
+
+    def read_lora(self, folder: Path) -> LoraWeights:
+        """Read an adapter, on any thread and beside steps. Raise `ConfigError`."""
+        model = self._steps.model
+        assert isinstance(model, Decoder) and self._lora is not None, "enable_lora is not set"
+        return read_lora(folder, model, self._lora.max_rank)
 
     def with_adapters(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Return a batch in which every row has an adapter, if there are slots."""

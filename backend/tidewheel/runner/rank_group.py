@@ -14,8 +14,11 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -25,10 +28,12 @@ from tidewheel.batch import RowError, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import Progress
+from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.models.shard import Collectives, Shard
 from tidewheel.runner.collectives import MemoryCollectives, NcclCollectives, RankLost, create_memory
 from tidewheel.runner.device import check_ranks_fit, num_cores, uses_gpus
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.rank_loras import LeaderLoras
 from tidewheel.runner.sampler import PendingStep
 from tidewheel.runner.step_messages import decode_step, encode_step, without_rows
 from tidewheel_process.child import Child
@@ -50,6 +55,7 @@ class RankStart(msgspec.Struct):
     settings: dict[str, Any]
     memory: int  # descriptor, as is the next
     socket: int
+    loras: int  # descriptor of a connection for adapters
     ends_engine: bool  # if rank 0 hangs
 
 
@@ -63,13 +69,14 @@ class RankProcess:
         self.rank, self.failure, self._ended = rank, "", ended
         self._joining = threading.Event()
         self._connection, other = socket.socketpair()
+        self.loras, loras = Pipe()
         limit = struct.pack("ll", *divmod(int(1e6 * hang_limit_s(config)), 10**6))  # a C timeval
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        start = RankStart(rank, config.to_settings(), memory, other.fileno(), is_engine)
+        start = RankStart(rank, config.to_settings(), memory, other.fileno(), loras.fileno(), is_engine)
         command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
         started: Future[Child] = Future()
         threading.Thread(
-            target=self._run, args=(command, memory, other, started), name=f"rank-{rank}", daemon=True
+            target=self._run, args=(command, memory, other, loras, started), name=f"rank-{rank}", daemon=True
         ).start()
         self._child = started.result()  # raises what starting raised
 
@@ -77,13 +84,15 @@ class RankProcess:
         """Wait until the process is about to join the group, or ends."""
         self._joining.wait()
 
-    def _run(self, command: Sequence[str], memory: int, other: socket.socket, started: Future[Child]) -> None:
+    def _run(
+        self, command: Sequence[str], memory: int, other: socket.socket, loras: Connection, started: Future[Child]
+    ) -> None:
         """Start the process, and wait for its end here: the kernel ends a child with the thread that started it."""
         received = b""
-        with self._connection:
+        with self._connection, self.loras:
             try:
-                with other:
-                    child = Child(command, ends_with_parent=True, pass_fds=[memory, other.fileno()])
+                with other, loras:
+                    child = Child(command, ends_with_parent=True, pass_fds=[memory, other.fileno(), loras.fileno()])
             except BaseException as error:
                 started.set_exception(error)
                 return
@@ -125,6 +134,7 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
+        self.loras = LeaderLoras([process.loras for process in self._processes])
         if is_engine:
             threading.Thread(target=self._end_engine, name="ranks", daemon=True).start()
 
@@ -206,7 +216,12 @@ class LeaderRunner(ModelRunner):
 
     def _announce(self, batch: ScheduledBatch) -> None:
         if self.group is not None:
-            self.group.send(encode_step(batch))
+            self.group.send(encode_step(batch, self.group.loras))
+
+    def read_lora(self, folder: Path) -> LoraWeights:
+        """Read an adapter on all ranks, for one caller at a time. Raise `ConfigError`."""
+        assert self.group is not None
+        return self.group.loras.read(folder, super().read_lora)
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         try:
@@ -226,10 +241,12 @@ class LeaderRunner(ModelRunner):
 
 
 @torch.inference_mode()
-def follow(runner: ModelRunner, next_message: Callable[[], bytes | None]) -> None:
-    """Run the steps of rank 0 until `next_message` returns None."""
+def follow(
+    runner: ModelRunner, next_message: Callable[[], bytes | None], loras: MutableMapping[int, LoraWeights]
+) -> None:
+    """Run the steps of rank 0 until `next_message` returns None. `loras`: adapters that were read, by number."""
     while (message := next_message()) is not None:
-        batch = decode_step(message)
+        batch = decode_step(message, loras)
         if len(batch.rows):
             runner.launch(batch)
         else:

@@ -10,17 +10,21 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from functools import partial
+from multiprocessing.connection import Connection
 
 import msgspec
 
 from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.models.shard import Shard
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.rank_group import HANG_S, JOINS, RankStart, follow, join_group, receive
+from tidewheel.runner.rank_loras import serve_reads
 from tidewheel_process.current_process import end_with_parent
 
 log = logging.getLogger(__name__)
@@ -63,7 +67,11 @@ def run(start: RankStart, connection: socket.socket) -> str:
         watch.is_armed = start.ends_engine
         gc.collect()
         gc.freeze()  # a collection of what loading made takes 0.1 s, for which all ranks would wait
-        follow(runner, partial(receive, connection.makefile("rb")))
+        loras: dict[int, LoraWeights] = {}
+        if config.enable_lora:
+            serving = partial(serve_reads, Connection(start.loras), runner.read_lora, loras)
+            threading.Thread(target=serving, name="loras", daemon=True).start()
+        follow(runner, partial(receive, connection.makefile("rb")), loras)
     except ConfigError as error:
         return str(error)
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,12 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch, TransferArrays, WeightVariant, no_ids
+from tidewheel.lora import Lora, LoraLoad
+from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.request import Pooling, Request
+from tidewheel.runner.rank_loras import LeaderLoras
 from tidewheel.runner.sampling_plan import reads_all_logits
 from tidewheel.sampling import SamplingParams
 
 _COLUMNS = (
     "rows", "start_positions", "num_scheduled_tokens", "freed_rows", "block_rows", "block_indices", "block_ids",
+    "lora_slots",
 )  # fmt: skip
 RowMessage = tuple[int, bytes, int, Pooling, SamplingParams]  # row, tokens, prompt's length
 
@@ -28,13 +34,15 @@ class StepMessage(msgspec.Struct, array_like=True):
     new_rows: list[RowMessage]
     transfers: list[bytes]  # int32; empty: none
     weights: WeightVariant
+    lora_loads: list[tuple[int, int]]  # slot, number of the adapter
+    dropped_loras: list[int]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StepMessage)
 
 
-def encode_step(batch: ScheduledBatch) -> bytes:
+def encode_step(batch: ScheduledBatch, loras: LeaderLoras) -> bytes:
     transfers = () if batch.transfers is NO_TRANSFERS else batch.transfers
     return _encoder.encode(
         StepMessage(
@@ -46,6 +54,8 @@ def encode_step(batch: ScheduledBatch) -> bytes:
             [_row_message(new) for new in batch.new_rows],
             [_bytes(ids) for ids in transfers],
             batch.weights,
+            [(slot, loras.number(lora.weights)) for slot, lora in batch.lora_loads],
+            loras.take_dropped(),
         )
     )
 
@@ -59,9 +69,15 @@ def _row_message(new: NewRow) -> RowMessage:
     return row, _bytes(token_ids), request.num_prompt_tokens, request.pooling, sampling
 
 
-def decode_step(payload: bytes) -> ScheduledBatch:
-    """Return the batch. Its requests have no text, and of sampling parameters `prompt_logprobs` and filters."""
+def decode_step(payload: bytes, loras: MutableMapping[int, LoraWeights]) -> ScheduledBatch:
+    """Return the batch. Its requests have no text, and of sampling parameters `prompt_logprobs` and filters.
+
+    `loras`: adapters by number; those that rank 0 has dropped are removed.
+    """
     message = _decoder.decode(payload)
+    loads = tuple(LoraLoad(slot, Lora("", number, Path(), loras[number])) for slot, number in message.lora_loads)
+    for number in message.dropped_loras:
+        loras.pop(number, None)
     columns: dict[str, Any] = {name: _ids(data) for name, data in zip(_COLUMNS, message.columns, strict=True)}
     return ScheduledBatch(
         step_id=message.step_id,
@@ -71,6 +87,7 @@ def decode_step(payload: bytes) -> ScheduledBatch:
         new_rows=tuple(map(_new_row, message.new_rows)),
         transfers=TransferArrays(*map(_ids, message.transfers)) if message.transfers else NO_TRANSFERS,
         weights=message.weights,
+        lora_loads=loads,
         **columns,
     )
 

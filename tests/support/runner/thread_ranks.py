@@ -6,15 +6,18 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from queue import SimpleQueue
 
 import torch
 
 from support.runner.step_loop import poison
 from tidewheel.config import EngineConfig
+from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.models.shard import Collectives, Shard
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.rank_group import LeaderRunner, follow
+from tidewheel.runner.rank_loras import LeaderLoras, serve_reads
 
 WAIT_S = 60.0
 Call = tuple[str, tuple[int, ...], torch.dtype]
@@ -98,9 +101,14 @@ class ThreadRanks:
         self.leader = leader
         self._queues: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in self.runners[1:]]
         leader.group = self
-        self._threads = [
-            threading.Thread(target=self._follow, args=pair, daemon=True)
-            for pair in zip(self.runners[1:], self._queues, strict=True)
+        self._pipes = [Pipe() for _ in self.runners[1:]]
+        self.loras = LeaderLoras([own for own, _ in self._pipes])
+        self.loras_of_followers: list[dict[int, LoraWeights]] = [{} for _ in self.runners[1:]]
+        followers = list(zip(self.runners[1:], self._queues, self.loras_of_followers, strict=True))
+        self._threads = [threading.Thread(target=self._follow, args=each, daemon=True) for each in followers]
+        self._threads += [
+            threading.Thread(target=serve_reads, args=(other, runner.read_lora, loras), daemon=True)
+            for (runner, _, loras), (_, other) in zip(followers, self._pipes, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -121,9 +129,9 @@ class ThreadRanks:
         for queue in self._queues:
             queue.put(message)
 
-    def _follow(self, runner: ModelRunner, queue: SimpleQueue[bytes | None]) -> None:
+    def _follow(self, runner: ModelRunner, queue: SimpleQueue[bytes | None], loras: dict[int, LoraWeights]) -> None:
         try:
-            follow(runner, queue.get)
+            follow(runner, queue.get, loras)
         except BaseException as error:
             self.failures.append(error)
             self.exchange.abort()
@@ -145,6 +153,8 @@ class ThreadRanks:
     def close(self) -> None:
         for queue in self._queues:
             queue.put(None)
+        for own, _ in self._pipes:
+            own.close()
         for thread in self._threads:
             thread.join(WAIT_S)
 

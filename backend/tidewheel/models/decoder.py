@@ -159,7 +159,10 @@ class Decoder(NativeModel):
         found = [layer for layer in weights if layer is not None]
         if len(found) < len(weights) or not fits_decode_layers(found, heads):
             return None
-        return DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
+        bound = DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
+        if self.lora_linears[0].lora is not None:
+            bound.use_lora([linear.lora for linear in self.lora_linears])
+        return bound
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
         return self.logits(*self._run_layers(step), step.logit_indices)
@@ -184,9 +187,11 @@ class Decoder(NativeModel):
     def _run_layers(self, step: ForwardInput) -> tuple[torch.Tensor, torch.Tensor]:
         meta, lora = step.meta, step.lora
         x, places = self.embedding.rows(step.token_ids), TokenLocations(step.positions, meta.slot_mapping, lora)
-        fused = self._decode_layers.get(self.variant) if lora is None else None
+        fused = self._decode_layers.get(self.variant)
+        if fused is not None and lora is not None and not fused.takes_lora:
+            fused = None
         if fused is not None and len(x) == meta.num_decodes <= fused.max_rows and step.kv_layers[0].scales is None:
-            return x, fused.run(x, step.positions, meta, step.kv_layers)
+            return x, fused.run(x, step.positions, meta, step.kv_layers, lora)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, step.kv_layers, strict=True):
             cut = layer.begin(x, residual, places, kv)

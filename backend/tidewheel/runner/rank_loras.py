@@ -22,18 +22,18 @@ from tidewheel.models.model_folder import one_line
 Read = Callable[[Path], LoraWeights]
 
 
-class Order(msgspec.Struct, array_like=True):
+class ReadOrder(msgspec.Struct, array_like=True):
     number: int  # of the adapter
     folder: str
 
 
-class Answer(msgspec.Struct, array_like=True):
+class ReadAnswer(msgspec.Struct, array_like=True):
     problem: str = ""
     files: list[tuple[str, int, int, int]] = []  # name, inode, size and time of the last change, in ns
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_orders, _answers = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Answer)
+_orders, _answers = msgspec.msgpack.Decoder(ReadOrder), msgspec.msgpack.Decoder(ReadAnswer)
 
 
 class LeaderLoras:
@@ -49,7 +49,7 @@ class LeaderLoras:
         """Read an adapter on all ranks, for one caller at a time. Raise `ConfigError`."""
         number = next(self._unused)
         for connection in self._connections:
-            connection.send_bytes(_encode(Order(number, str(folder))))
+            connection.send_bytes(_encode(ReadOrder(number, str(folder))))
         weights, own = _read(folder, read)
         answers = [own, *(_answers.decode(connection.recv_bytes()) for connection in self._connections)]
         problems = [answer.problem for answer in answers if answer.problem]
@@ -81,18 +81,18 @@ def serve_reads(connection: Connection, read: Read, loras: MutableMapping[int, L
             connection.send_bytes(_encode(answer))
 
 
-def _read(folder: Path, read: Read) -> tuple[LoraWeights | None, Answer]:
+def _read(folder: Path, read: Read) -> tuple[LoraWeights | None, ReadAnswer]:
     """Read a rank's part. The files in the answer are those of the part, or it is a problem."""
     try:
         before = _files(folder)
         weights = read(folder)
         if _files(folder) != before:
-            return None, Answer(_changed(folder))
+            return None, ReadAnswer(_changed(folder))
     except TidewheelError as error:
-        return None, Answer(str(error))
+        return None, ReadAnswer(str(error))
     except Exception as error:  # it must be answered
-        return None, Answer(f"{folder} cannot be read: {one_line(error)}")
-    return weights, Answer(files=before)
+        return None, ReadAnswer(f"{folder} cannot be read: {one_line(error)}")
+    return weights, ReadAnswer(files=before)
 
 
 def _files(folder: Path) -> list[tuple[str, int, int, int]]:

@@ -17,7 +17,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.lora_folder import LoraWeights, read_lora
+from tidewheel.models.lora_folder import LoraWeights, open_lora, read_lora
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
@@ -42,7 +42,7 @@ from tidewheel.runner.inputs import (
 )
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
-from tidewheel.runner.lora_slots import LoraSlots, lora_groups
+from tidewheel.runner.lora_stacks import LoraStacks, lora_groups
 from tidewheel.runner.profiling import (
     StepMemory,
     StepSize,
@@ -90,7 +90,7 @@ class ModelRunner:
         )
         self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator, self._shard.num_ranks)
         self._sender: InputSender = share_memory
-        self._lora = LoraSlots.of(model)
+        self._lora = LoraStacks.of(model)
         if accelerator is not None:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
             num_bytes += 0 if self._lora is None else self._lora.staged_bytes(info.max_num_batched_tokens)
@@ -219,9 +219,16 @@ class ModelRunner:
 
     def read_lora(self, folder: Path) -> LoraWeights:
         """Read an adapter, on any thread and beside steps. Raise `ConfigError`."""
+        return read_lora(folder, *self._takes_lora())
+
+    def check_lora(self, folder: Path) -> None:
+        """Check all of an adapter but its values. Raise `ConfigError`."""
+        open_lora(folder, *self._takes_lora())
+
+    def _takes_lora(self) -> tuple[Decoder, int]:
         model = self._steps.model
         assert isinstance(model, Decoder) and self._lora is not None, "enable_lora is not set"
-        return read_lora(folder, model, self._lora.max_rank)
+        return model, self._lora.max_rank
 
     def with_adapters(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Return a batch in which every row has an adapter, if there are slots."""

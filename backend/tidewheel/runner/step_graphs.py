@@ -23,7 +23,7 @@ from tidewheel.models.shard import Shard
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, InputSender, RowTable, StepInputs
-from tidewheel.runner.lora_slots import LoraColumns, LoraSlots, lora_groups
+from tidewheel.runner.lora_stacks import LoraColumns, LoraStacks, lora_groups
 from tidewheel.runner.sampler import draw_tokens, largest_of_ranks
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel_kernels import AttentionMetadata
@@ -135,7 +135,7 @@ class StepGraphs:
         sender: InputSender,
         max_model_len: int,
         *,
-        lora: LoraSlots | None = None,
+        lora: LoraStacks | None = None,
     ) -> None:
         self._pool = pool
         self._steps = steps

@@ -13,9 +13,9 @@ import torch
 
 from support.models import tiny_models
 from support.models.peft_folders import deltas, write_merged, write_peft
+from support.runner.chosen_slots import load, lora_tokens
 from support.runner.decode_workloads import LOOPS
 from support.runner.graph_logits import sampled_logits
-from support.runner.chosen_slots import load, lora_tokens
 from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.batch import NewRow, ScheduledBatch
 from tidewheel.config import EngineConfig
@@ -23,7 +23,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.lora import NO_SLOT
 from tidewheel.request import Request
 from tidewheel.runner import loading
-from tidewheel.runner.lora_slots import LoraSlots
+from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.warm_up import sampling_batch
 from tidewheel.sampling import SamplingParams
@@ -247,13 +247,13 @@ def test_rows_with_adapters_in_both_variants_of_the_weights(tmp_path: Path) -> N
 def test_without_the_setting_nothing_is_made(folders: Folders) -> None:
     runner = ModelRunner.load(settings(folders.base, enable_lora=False))
     model = runner._steps.model
-    assert LoraSlots.of(model) is runner._lora is None
+    assert LoraStacks.of(model) is runner._lora is None
     assert all(linear.lora is None for linear in model.lora_linears)
     assert (model.lora_bytes, runner.info.lora_bytes) == (0, 0)
 
 
 def test_a_step_of_base_rows_adds_nothing(adapted: ModelRunner) -> None:
-    with mock.patch("tidewheel.models.linear.add_lora") as add, mock.patch.object(LoraSlots, "_grouped") as grouped:
+    with mock.patch("tidewheel.models.linear.add_lora") as add, mock.patch.object(LoraStacks, "_grouped") as grouped:
         StepLoop(adapted).run(requests_of(""))
     assert not add.called
     assert not grouped.called

@@ -17,13 +17,13 @@ from tidewheel_kernels.lora import TILE, LoraGroups, LoraStack, group_tokens, ma
 LoraColumns = tuple[Int32Array, Int32Array]  # of `LoraGroups`
 
 
-class LoraSlots:
+class LoraStacks:
     def __init__(self, stacks: Sequence[tuple[Linear, LoraStack]]) -> None:
         self._stacks = stacks
         *_, self._max_loras, self.max_rank = stacks[0][1].sizes
 
     @classmethod
-    def of(cls, model: CausalLM) -> LoraSlots | None:
+    def of(cls, model: CausalLM) -> LoraStacks | None:
         """Return the slots of a model, None if it has none."""
         linears = model.lora_linears if isinstance(model, Decoder) else ()
         stacks = [(linear, linear.lora) for linear in linears if linear.lora is not None]

@@ -64,6 +64,16 @@ def shrink_lora_kernel(
 
 
 @triton.jit
+def _add_product(h, b, total):
+    """Add ``h @ b``, of float32 and of the model's dtype."""
+    if b.dtype == tl.bfloat16:  # two tensor-core products keep 16 bits of h
+        high = h.to(tl.bfloat16)
+        total = tl.dot((h - high.to(tl.float32)).to(tl.bfloat16), b, total)
+        return tl.dot(high, b, total)
+    return tl.dot(h, b.to(tl.float32), total, input_precision="ieee")
+
+
+@triton.jit
 def expand_lora_kernel(
     out_ptr,  # [num_tokens, out_features]
     b_ptr,  # [max_loras, max_rank, out_features]
@@ -115,12 +125,7 @@ def expand_lora_kernel(
         b = tl.load(
             b_row_ptr[:, None] + column[None, :], mask=(row < rank)[:, None] & (column < end)[None, :], other=0.0
         )
-        if b.dtype == tl.bfloat16:  # two tensor-core products keep h to 16 bits
-            high = h.to(tl.bfloat16)
-            total = tl.dot((h - high.to(tl.float32)).to(tl.bfloat16), b, total)
-            total = tl.dot(high, b, total)
-        else:
-            total = tl.dot(h, b.to(tl.float32), total, input_precision="ieee")
+        total = _add_product(h, b, total)
     out_row_ptr = out_ptr + token.to(tl.int64) * out_stride
     mask = (token >= 0)[:, None] & (column < end)[None, :]
     base = tl.load(out_row_ptr[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)

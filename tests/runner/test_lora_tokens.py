@@ -12,13 +12,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gpu.parity import Divergence, first_divergence
 from support.models import tiny_models
 from support.models.peft_folders import write_merged, write_peft
-from support.runner.lora_loop import MAX_RANK, LoraRunner
 from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.batch import Int32Array
 from tidewheel.config import DType, EngineConfig
+from tidewheel.lora import Lora
+from tidewheel.models.lora_folder import read_lora
+from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner
 
 NUM_TOKENS = 24
+MAX_RANK = 8
 MAX_SPACINGS = 16.0  # of bfloat16, by which rounding moves a logit of these models
 COUNT = 6  # prompts of the base and of each adapter
 ADAPTERS: dict[str, dict[str, object]] = {
@@ -30,23 +33,24 @@ ADAPTERS: dict[str, dict[str, object]] = {
 
 class Case(NamedTuple):
     runner: ModelRunner
-    adapters: list[Path]
+    loras: dict[str, Lora]
     merged: dict[str, PreTrainedModel]  # by name of the adapter, or "base"; float32
     prompts: dict[str, list[Int32Array]]
     expected: dict[str, list[list[int]]]  # of `merged`
 
-    def loop(self, **settings: object) -> StepLoop:
+    def loop(self, *, max_loras: int = len(ADAPTERS), **settings: object) -> StepLoop:
         """Return a loop on a cache that is NaN wherever it has not written."""
         poison(self.runner)
-        return StepLoop(LoraRunner(self.runner, self.adapters), **settings)
+        return StepLoop(self.runner, max_loras=max_loras, **settings)
 
-    def tokens(self, loop: StepLoop, *names: str, prefix: str = "") -> dict[str, list[list[int]]]:
-        """Run the requests of some adapters, in turn; a `prefix` to their names leaves them to the base."""
+    def request(self, name: str, number: int, *, is_base: bool = False) -> Request:
+        lora = None if is_base else self.loras.get(name)
+        return request(f"{name} {number}", self.prompts[name][number], NUM_TOKENS, lora=lora, cache_salt=name)
+
+    def tokens(self, loop: StepLoop, *names: str, is_base: bool = False) -> dict[str, list[list[int]]]:
+        """Run the requests of some adapters in turn, or the same ones without adapters."""
         pairs = [(name, number) for number in range(COUNT) for name in names]
-        found = loop.run([
-            request(f"{prefix}{name} {number}", self.prompts[name][number], NUM_TOKENS, cache_salt=name)
-            for name, number in pairs
-        ])  # fmt: skip
+        found = loop.run([self.request(*pair, is_base=is_base) for pair in pairs])
         return {name: [tokens for (of, _), tokens in zip(pairs, found, strict=True) if of == name] for name in names}
 
     def of(self, *names: str) -> dict[str, list[list[int]]]:
@@ -69,9 +73,15 @@ def made(name: str, folder: Path, dtype: DType) -> Case:
         model=str(folder / "base"), dtype=dtype, device="cpu", max_num_seqs=32, num_blocks=256, block_size=16,
         num_threads=1, enable_lora=True, max_loras=len(ADAPTERS), max_lora_rank=MAX_RANK,
     )  # fmt: skip
+    runner = ModelRunner.load(config)
     return Case(
-        ModelRunner.load(config),
-        [folder / adapter for adapter in ADAPTERS],
+        runner,
+        {
+            adapter: Lora(
+                adapter, version, folder / adapter, read_lora(folder / adapter, runner._steps.model, MAX_RANK)
+            )
+            for version, adapter in enumerate(ADAPTERS)
+        },
         models,
         {adapter: prompts for adapter, (prompts, _) in clear.items()},
         {adapter: tokens for adapter, (_, tokens) in clear.items()},
@@ -97,7 +107,7 @@ def test_one_adapter_gives_the_tokens_of_merged_weights(case: Case, name: str) -
 def test_one_request_alone(case: Case) -> None:
     """Its steps may run in one C call."""
     for name in ("base", *ADAPTERS):
-        found = case.loop().run([request(f"{name} 0", case.prompts[name][0], NUM_TOKENS)])
+        found = case.loop().run([case.request(name, 0)])
         assert found == case.expected[name][:1]
 
 
@@ -117,19 +127,31 @@ def test_base_and_adapters_with_preemption(case: Case) -> None:
     assert loop.scheduler.stats().num_preemptions > 0
 
 
+def test_fewer_slots_than_adapters(case: Case) -> None:
+    """Adapters take turns in a slot, which is filled anew."""
+    names = "base", *ADAPTERS
+    assert case.tokens(case.loop(max_loras=1), *names) == case.of(*names)
+
+
 def test_one_prompt_of_all(case: Case) -> None:
     """Each adapter has keys and values of its own, in the same step."""
-    prompt, names = case.prompts["all"][0], ("base", *ADAPTERS)
-    alone = [case.loop().run([request(name, prompt, NUM_TOKENS)])[0] for name in names]
-    together = case.loop().run([request(name, prompt, NUM_TOKENS, cache_salt=name) for name in names])
-    assert together == alone
-    assert len({tuple(tokens) for tokens in together}) == len(names)
+
+    def requests() -> list[Request]:
+        prompt = case.prompts["all"][0]
+        return [
+            request(name, prompt, NUM_TOKENS, lora=case.loras.get(name), cache_salt=name)
+            for name in ("base", *ADAPTERS)
+        ]
+
+    alone = [case.loop().run([each])[0] for each in requests()]
+    assert case.loop().run(requests()) == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
 
 def test_base_rows_have_the_tokens_of_steps_without_adapters(rounded: Case) -> None:
     """In bfloat16, where other products for the base's rows would show."""
     names = "base", *ADAPTERS
-    expected = rounded.tokens(rounded.loop(), *names, prefix="no ")
+    expected = rounded.tokens(rounded.loop(), *names, is_base=True)
     found = rounded.tokens(rounded.loop(), *names)
     assert found["base"] == expected["base"]
     assert all(found[name] != expected[name] for name in ADAPTERS)

@@ -336,8 +336,7 @@ def test_adapters_are_loaded_and_unloaded(served: FakeTriton, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["load", "demo", "--lora", "sql"], 2, "--lora 'sql': write NAME=FOLDER"),
-        (["load", "demo", "--lora", "good=x", "--lora", "=x"], 2, "--lora '=x': write NAME=FOLDER"),
+        (["load", "demo", "--lora", "sql"], 2, "lora_path is not set"),
         (["unload", "demo", "--lora", "missing"], 2, "no adapter 'missing'"),
         (["load", "demo", "--lora", "a=/etc"], 2, "lora_path is outside of lora_dir"),
         (["load", "demo", "--lora", "a=b", "--server", "1"], 1, "no server of this user runs here with port 1"),

@@ -308,6 +308,8 @@ def test_orders_go_to_all_servers(both: RunningGateway, tritons: tuple[FakeTrito
     assert [list(one.loras["demo"]) for one in tritons] == [["new"], ["new"]]
     assert order(both, "unload", lora_name="new").ok
     assert [list(one.loras["demo"]) for one in tritons] == [[], []]
+    tritons[0].loras["demo"]["new"] = "p"
+    assert order(both, "unload", lora_name="new").ok, "the other server does not have it"
 
 
 @pytest.mark.parametrize("fields", [{"model": "sql"}, {"lora_name": "sql"}])

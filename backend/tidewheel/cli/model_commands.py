@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import argparse
 
-from tidewheel.cli.usage import UsageError, printable
+from tidewheel.cli.usage import printable
 
 _DONE = {"load": "loaded", "unload": "unloaded", "reload": "loaded again"}
 
@@ -33,20 +33,13 @@ def _order_loras(args: argparse.Namespace) -> int:
     from tidewheel.server.workdir import server_of
     from tidewheel_client import Client
 
-    loras = [(text, "") if args.command == "unload" else _name_and_folder(text) for text in args.lora]
     _, endpoints = server_of(args.server)
     with Client(endpoints.authority(endpoints.grpc), args.model) as client:
-        for name, folder in loras:
-            if folder:
-                client.load_lora(name, folder)
-            else:
+        for text in args.lora:
+            name, _, folder = text.partition("=")
+            if args.command == "unload":
                 client.unload_lora(name)
+            else:
+                client.load_lora(name, folder)
             print(printable(f"adapter {name} of {args.model} is {_DONE[args.command]}"))
     return 0
-
-
-def _name_and_folder(text: str) -> tuple[str, str]:
-    name, _, folder = text.partition("=")
-    if not (name and folder):
-        raise UsageError(f"--lora {text!r}: write NAME=FOLDER")
-    return name, folder

@@ -105,7 +105,7 @@ class TextWriter(AnswerWriter):
             "id": f"{prefix}-{request.request_id}",
             "object": f"{name}.chunk" if request.stream and self._is_chat else name,
             "created": int(time.time()),
-            "model": request.shown_model,
+            "model": request.model_id,
         }
         self._states: dict[int, _ChoiceState] = {}  # by choice
         self._prompt_logprobs: dict[int, Logprobs] = {}  # by prompt
@@ -282,9 +282,7 @@ class EmbeddingWriter(AnswerWriter):
             value = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
             data.append({"object": "embedding", "index": index, "embedding": value})
         usage = prompt_usage(chunks)
-        return msgspec.json.encode(
-            {"object": "list", "data": data, "model": self.request.shown_model, "usage": usage}
-        )
+        return msgspec.json.encode({"object": "list", "data": data, "model": self.request.model_id, "usage": usage})
 
 
 def prompt_usage(chunks: IndexedChunks) -> Json:

@@ -160,7 +160,7 @@ class UpstreamRequest:
     params: Fields
     body: Body = field(default_factory=Body)
     model: str = ""
-    shown_model: str = ""  # in answers: its name, or its adapter's
+    model_id: str = ""  # its name, or its adapter's, as answers repeat it
     request_id: str = ""
     traceparent: str = ""
     stream: bool = False

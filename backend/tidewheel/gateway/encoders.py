@@ -81,7 +81,7 @@ def _pairs_request(
 class PairWriter(AnswerWriter):
     def whole(self, chunks: IndexedChunks) -> bytes:
         body, request_id = self.request.body, self.request.request_id
-        answer = {"model": self.request.shown_model, "usage": prompt_usage(chunks)}
+        answer = {"model": self.request.model_id, "usage": prompt_usage(chunks)}
         scores = sorted((index, chunk.embedding[0]) for index, chunk in chunks if chunk.embedding)
         if not isinstance(body, RerankBody):
             data = [{"index": index, "object": "score", "score": score} for index, score in scores]

@@ -90,7 +90,9 @@ class LoraDirectory:
         """Set the request's model, and its adapter if `name` is one. Return the task. Raise `RequestError`."""
         lora = await self.find(name) if "generate" in tasks else None
         request.model, task = self._upstreams.model(name if lora is None else lora.model, tasks)
-        request.shown_model = name or request.model
+        request.model_id = name or request.model
+        if request.lora:  # learn where it is
+            await self.find(f"{request.model}/{request.lora}")
         if lora is not None and all(prompt.get("task") not in _UNTUNED for prompt in request.prompts):
             given = request.params.setdefault("lora_name", lora.name)
             if given != lora.name:
@@ -103,10 +105,10 @@ class LoraDirectory:
         name, path = body.lora_name, body.lora_path
         model, _ = self._upstreams.model(body.model, ("generate",))
         await self.read()
-        known = [name in one.loras.get(model, ()) for one in self._servers(model)]
-        if all(known) and not body.load_inplace:
+        servers = self._servers(model)
+        if not body.load_inplace and all(name in one.loras.get(model, ()) for one in servers):
             raise InvalidRequest(f"lora_name is {name!r}, which is loaded: send load_inplace true to replace it")
-        await self._order(model, lambda client: client.load_lora(name, path, timeout_s=ORDER_S))
+        await self._order(servers, model, lambda client: client.load_lora(name, path, timeout_s=ORDER_S))
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, fields: Fields) -> str:
@@ -115,18 +117,22 @@ class LoraDirectory:
         lora = await self.find(f"{body.model}/{body.lora_name}" if body.model else body.lora_name)
         if lora is None:
             raise NotFound(f"lora_name is {body.lora_name!r}: no served model has this adapter")
-        await self._order(lora.model, lambda client: client.unload_lora(lora.name, timeout_s=ORDER_S))
+        servers = self._servers(lora.model, lora.name)
+        await self._order(servers, lora.model, lambda client: client.unload_lora(lora.name, timeout_s=ORDER_S))
         return f"Success: LoRA adapter '{lora.name}' removed successfully."
 
-    async def _order(self, model: str, order: Callable[[AsyncClient], Awaitable[None]]) -> None:
-        """Have all servers of a model load or unload an adapter. Raise the error that one of them has answered."""
-        calls = (order(one.client(model)) for one in self._servers(model))
-        results = await asyncio.gather(*calls, return_exceptions=True)
+    async def _order(
+        self, servers: Sequence[Upstream], model: str, order: Callable[[AsyncClient], Awaitable[None]]
+    ) -> None:
+        """Have servers load or unload an adapter. Raise the first error after all have answered."""
+        results = await asyncio.gather(*(order(one.client(model)) for one in servers), return_exceptions=True)
         await self.read(is_forced=True)
         for error in filter(None, results):
             raise error
 
-    def _servers(self, model: str) -> list[Upstream]:
-        if found := [one for one in self._upstreams.each if model in one.models and not one.not_ready]:
+    def _servers(self, model: str, lora: str = "") -> list[Upstream]:
+        """Return the ready servers of a model, or of an adapter. Raise `ServerUnavailable`."""
+        ready = [one for one in self._upstreams.each if model in one.models and not one.not_ready]
+        if found := [one for one in ready if not lora or lora in one.loras.get(model, ())]:
             return found
         raise ServerUnavailable(f"no server of model {model!r} is ready")

@@ -196,7 +196,7 @@ class MessageWriter(blocks.BlockWriter):
             "id": f"msg_{self.request.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self.request.shown_model,
+            "model": self.request.model_id,
             "content": content,
             "stop_reason": stop_reason,
             "stop_sequence": self._found,

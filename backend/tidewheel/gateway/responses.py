@@ -316,7 +316,7 @@ class ResponseWriter(blocks.BlockWriter):
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.request.shown_model,
+            "model": self.request.model_id,
             "output": output,
             "usage": counts if is_over else None,
             "store": self._turn.is_stored,

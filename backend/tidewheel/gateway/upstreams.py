@@ -5,7 +5,6 @@ import contextlib
 import socket
 from array import array
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
@@ -115,13 +114,6 @@ def _bytes(value: object) -> bytes:
         return array("i", value).tobytes()  # type: ignore[call-overload, no-any-return]
     except (TypeError, OverflowError):
         return b""
-
-
-async def _send_order(attempt: Attempt, upstream: Upstream) -> None:
-    with contextlib.suppress(RequestError, TimeoutError):
-        async with asyncio.timeout(PROBE_S), contextlib.aclosing(attempt.send(upstream)) as responses:
-            async for _ in responses:
-                pass
 
 
 class Upstreams:
@@ -263,11 +255,11 @@ class Upstreams:
     def pause_session(self, attempt: Attempt, called: Iterable[str]) -> None:
         """Tell the server that answered which tools the session waits for, in the background; ignore a failure."""
         request, upstream = attempt.request, attempt.upstream
-        params = {name: request.params[name] for name in ("session_id", "tenant") if name in request.params}
+        session, tenant = (request.params.get(name, "") for name in ("session_id", "tenant"))
         tools = sorted((request.calls.tools or {}).keys() & {*called})
-        if tools and "session_id" in params and upstream is not None:
-            pause = replace(request, prompts=[{"text_input": ""}], params=params | {"pause_session": tools})
-            self.run(_send_order(Attempt(pause), upstream))
+        if tools and session and upstream is not None:
+            client = upstream.client(request.model)
+            self.run(client.pause_session(session, tools, tenant=tenant, timeout_s=PROBE_S))
 
     async def _choose(self, attempt: Attempt) -> Upstream:
         while (authority := self._router.choose(attempt.route, self._unfit(attempt))) is None:
@@ -330,7 +322,12 @@ class Upstreams:
                 self.run(self._members.pop(authority).close_when_idle())
 
     def run(self, coroutine: Coroutine[None, None, None]) -> None:
-        """Run a coroutine in the background, at most until the servers' block ends."""
-        task = asyncio.create_task(coroutine)
+        """Run a coroutine in the background, at most until the servers' block ends; ignore its `RequestError`."""
+
+        async def run() -> None:
+            with contextlib.suppress(RequestError):
+                await coroutine
+
+        task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -118,6 +118,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         if order["lora_order"] == "unload" and known.pop(name, None) is None:
             return pb.ModelStreamInferResponse(error_message=f"[TW-NOT-FOUND] there is no adapter {name!r}")
         if order["lora_order"] == "load":
+            if not order["lora_path"]:
+                return pb.ModelStreamInferResponse(error_message="[TW-INPUT] lora_path is not set")
             if order["lora_path"] == self.refused_path:
                 return pb.ModelStreamInferResponse(error_message="[TW-INPUT] lora_path is outside of lora_dir")
             known[name] = order["lora_path"]

@@ -345,7 +345,7 @@ SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})
 LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings)) | {
     "engine_start_timeout_s", "scheduling_policy", "tenants", "max_prompt_bytes", "session_ttl_s",
     "max_session_ttl_s", "max_sessions", "session_max_blocks", "generation_config", "override_generation_config",
-    "max_logprobs", "lora_limits",
+    "max_logprobs", "lora_limits", "lora_modules",
 }  # fmt: skip
 
 

@@ -18,15 +18,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from tidewheel.batch import Int32Array, StepOutputs
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import LoadedRunner, RankedRunner, build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.build import (
+    LoadedRunner,
+    RankedRunner,
+    build_loras,
+    build_scheduler,
+    engine_info,
+    load_model_runner,
+)
 from tidewheel.engine.core import EngineCore
 from tidewheel.engine.grammar_queue import GrammarCache
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
-from tidewheel.engine.requests import to_requests
+from tidewheel.engine.requests import check_lora_is_enabled, to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, Outputs
@@ -118,7 +126,9 @@ class LLM(AbstractContextManager["LLM"]):
         self._open: dict[str, tuple[_Prompt, int]] = {}  # unfinished sequences by request id
         config = replace(self.config, max_waiting_requests=_UNLIMITED, max_waiting_tokens=_UNLIMITED)
         self._scheduler = build_scheduler(config, self.info, time.monotonic)
-        self._core: EngineCore | None = EngineCore(self._scheduler, runner, self._deliver)
+        self._loras = build_loras(config, runner, self._scheduler)
+        receive = (lambda: None) if self._loras is None else self._loras.poll
+        self._core: EngineCore | None = EngineCore(self._scheduler, runner, self._deliver, receive=receive)
 
     def generate(
         self,
@@ -126,12 +136,14 @@ class LLM(AbstractContextManager["LLM"]):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
+        lora_name: str = "",
         use_tqdm: bool = True,
     ) -> list[GenerationResult]:
         """Return results in prompt order, a prompt's `n` sequences together.
 
         Give `params` and `options` for all prompts, or one each. Default `params` are the model's. Deadlines count
-        from this call. Raise `InvalidRequest` before anything runs.
+        from this call. `lora_name`: adapter of prompts whose options name none. Raise `InvalidRequest`, or `NotFound`
+        for an adapter, before anything runs.
         """
         from tqdm import tqdm
 
@@ -140,7 +152,10 @@ class LLM(AbstractContextManager["LLM"]):
         if params is None:
             params = SamplingParams(**self._maker.defaults.sampling)
         sampling = _each("params", params, len(prompts))
-        served = _each("options", options or _NO_OPTIONS, len(prompts))
+        served = [
+            one if one.lora_name else msgspec.structs.replace(one, lora_name=lora_name)
+            for one in _each("options", options or _NO_OPTIONS, len(prompts))
+        ]
         given = zip(prompts, sampling, served, strict=True)
         prepared = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
         self._open = {
@@ -154,11 +169,25 @@ class LLM(AbstractContextManager["LLM"]):
             with tqdm(total=len(self._open), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
                 while self._open or core.has_unfinished:
                     num_open = len(self._open)
-                    core.step()
+                    if not core.step() and self._loras is not None:
+                        self._loras.wait()
                     bar.update(num_open - len(self._open))
         finally:
             core.fail_all(Cancelled("generate was interrupted"))
         return [result for prompt in prepared for result in prompt.results()]
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Read an adapter for requests of its name. Raise `InvalidRequest`, `NotFound` or `Unsupported`."""
+        self._open_core()
+        check_lora_is_enabled(RequestOptions(lora_name=name), self.info)
+        assert self._loras is not None
+        errors: list[TidewheelError | None] = []
+        self._loras.read_new(name, Path(path), lambda _, error: errors.append(error))
+        while not errors:
+            self._loras.wait()
+            self._loras.poll()
+        if errors[0] is not None:
+            raise errors[0]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
         """End a session and free its KV blocks. Raise `NotFound` if unknown."""
@@ -211,6 +240,7 @@ class LLM(AbstractContextManager["LLM"]):
             seed=self._seeds.getrandbits(64),
             now=now_ns * 1e-9,
             grammar=self._grammar(message) if message.grammar else None,
+            lora=self._loras.find(options.lora_name) if options.lora_name and self._loras is not None else None,
         )
         return _Prompt(requests, outputs)
 

@@ -14,6 +14,7 @@ import msgspec
 
 from tidewheel.config import SIZED, EngineConfig, SchedulingSettings
 from tidewheel.engine.core import Runner
+from tidewheel.engine.lora_registry import FILE, LoraRegistry, LoraRunner
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
@@ -106,6 +107,22 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], 
     if config.record:
         return RecordingScheduler(settings, kv, open_recorder(config, info), clock)
     return Scheduler(settings, kv)
+
+
+def build_loras(
+    config: EngineConfig, runner: LoadedRunner, scheduler: Scheduler, folder: Path | None = None
+) -> LoraRegistry | None:
+    """Return the adapters, some of them read; None if they are not enabled. `folder` keeps the orders of clients.
+
+    Raise `ConfigError` for a model that takes no adapters.
+    """
+    if not config.enable_lora:
+        return None
+    if not isinstance(runner, LoraRunner):
+        raise ConfigError(f"enable_lora is true, and {runner.info.architecture} takes no adapters: leave it out")
+    loras = LoraRegistry(config, runner, scheduler, folder and folder / FILE)
+    loras.read_first()
+    return loras
 
 
 def session_limits(config: EngineConfig) -> SessionLimits:

@@ -12,6 +12,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.grammar import RowGrammar, TokenGrammar
+from tidewheel.lora import Lora
 from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import Arrays
 from tidewheel.one_shot.step_options import StepOptions
@@ -46,10 +47,12 @@ def to_requests(
     seed: int,
     now: float,
     grammar: TokenGrammar | None = None,
+    lora: Lora | None = None,
 ) -> list[Request]:
     """Check a message; return one request per id. Request i has the seed plus i, modulo 2**64.
 
-    The first is the `leader` of the rest. `seed`: for messages without a seed; `grammar`: the message's, compiled.
+    The first is the `leader` of the rest. `seed`: for messages without a seed; `grammar` and `lora`: the
+    message's.
     Raise `InvalidRequest` or `Unsupported`.
     """
     checked = check_request(message, info)
@@ -57,6 +60,8 @@ def to_requests(
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
     salt = options.cache_salt
+    if info.enable_lora:  # before a client's salt, which may be any text
+        salt = f"{0 if lora is None else lora.version}:{salt}"
     if info.max_audio_samples and inputs is not None:
         salt += "\0" + hashlib.blake2b(inputs["audio"].tobytes(), digest_size=16).hexdigest()
     ttl = _session_ttl(options, config)
@@ -75,6 +80,7 @@ def to_requests(
             logit_bias=checked.logit_bias,
             grammar=None if grammar is None else RowGrammar(grammar, message.end_token_ids),
             cache_salt=salt,
+            lora=lora,
             pooling=message.pooling,
             tenant=options.tenant,
             deadline=_seconds(message.deadline_ns),
@@ -117,7 +123,8 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
 
 
 def check_lora_is_enabled(options: RequestOptions, info: EngineInfo) -> None:
-    if (options.lora_name or options.lora_order) and not info.enable_lora:
+    """Raise `Unsupported` for an adapter without `enable_lora`. The list of adapters is then empty."""
+    if (options.lora_name or options.lora_order not in ("", "list")) and not info.enable_lora:
         # The first sentence is that of Triton's vLLM backend.
         raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
 

@@ -20,16 +20,9 @@ from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.heartbeat import ListeningClock
-from tidewheel.engine.requests import to_requests
-from tidewheel.errors import (
-    ConfigError,
-    Draining,
-    EngineDead,
-    InternalError,
-    InvalidRequest,
-    TidewheelError,
-    Unsupported,
-)
+from tidewheel.engine.lora_registry import LoraRegistry
+from tidewheel.engine.requests import check_lora_is_enabled, to_requests
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
 from tidewheel.one_shot.remote import RemoteRunner
 from tidewheel.one_shot.shared_tensors import remove_unread, sweep_kept
@@ -63,6 +56,7 @@ class EngineServer:
     note: Callable[..., None] = lambda **_: None  # changes the engine's status
     beat: Callable[[float | None, int], None] = lambda _, __: None
     arbiter: UnsharedDevice = field(default_factory=UnsharedDevice)
+    loras: LoraRegistry | None = None  # None: adapters are not enabled
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self, runner: Runner) -> None:
@@ -116,7 +110,8 @@ class EngineServer:
         if self.config.debug_invariants:
             self.scheduler.check_invariants()
         is_busy = self.scheduler.num_waiting > 0 if self.config.is_remote else self._core.has_unfinished
-        self.arbiter.wait(self.socket, 1 if is_busy or self._grammars.num_waiting else IDLE_POLL_MS)
+        is_busy = is_busy or self._grammars.num_waiting > 0 or (self.loras is not None and self.loras.num_reads > 0)
+        self.arbiter.wait(self.socket, 1 if is_busy else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
         now, listened = self.clock(), self._listened()
@@ -152,6 +147,8 @@ class EngineServer:
         self._front_ends.send(identity, messages.Disconnection(error))
 
     def _receive(self) -> None:
+        if self.loras is not None:
+            self.loras.poll()
         for front_end, message, grammar in self._grammars.take_compiled():
             self._add_compiled(front_end, message, grammar)
         until = self.clock() + RECEIVE_S
@@ -232,6 +229,8 @@ class EngineServer:
                 raise ConfigError(f"the engine cannot take {describe_changes(self.config, config)} while it runs")
             if config != self.config:
                 self.scheduler.reconfigure(scheduler_config(config, self.info), session_limits(config))
+                if self.loras is not None:
+                    self.loras.take_settings(config)
                 log.info("takes other settings: %s", describe_changes(self.config, config))
         except ConfigError as error:
             return str(error)
@@ -270,14 +269,26 @@ class EngineServer:
                 raise Draining("the server is shutting down")
             grammar = self._grammars.kept.find(message.grammar) if message.grammar else None
             if message.options.lora_order:
-                raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
-            if message.options.order:
+                self._order_loras(front_end, message)
+            elif message.options.order:
                 self._order_session(message.options)
                 self._front_ends.end(front_end, message.key, FinishReason.STOP)
             elif message.grammar and grammar is None:
                 self._grammars.add(front_end, message)
             else:
                 self._add_compiled(front_end, message, grammar)
+
+    def _order_loras(self, front_end: FrontEnd, message: messages.AddRequest) -> None:
+        check_lora_is_enabled(message.options, self.info)
+
+        def answer(text: str, error: TidewheelError | None) -> None:
+            reason = FinishReason.STOP if error is None else FinishReason.ERROR
+            self._front_ends.end(front_end, message.key, reason, error, text)
+
+        if self.loras is None:
+            answer("[]", None)
+        else:
+            self.loras.take_order(message.options, answer)
 
     def _order_session(self, options: RequestOptions) -> None:
         if options.close_session:
@@ -294,9 +305,16 @@ class EngineServer:
                 raise grammar
             request_ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
             try:
-                seed, now = self._seeds.getrandbits(64), self.clock()
+                seed, now, name = self._seeds.getrandbits(64), self.clock(), message.options.lora_name
                 requests = to_requests(
-                    message, self.info, self.config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
+                    message,
+                    self.info,
+                    self.config,
+                    request_ids=request_ids,
+                    seed=seed,
+                    now=now,
+                    grammar=grammar,
+                    lora=self.loras.find(name) if name and self.loras is not None else None,
                 )
                 self._core.add_group(requests)
             except Exception as error:

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.messages import RETRY_AFTER_MS
+from tidewheel.errors import Busy, ConfigError, InternalError, InvalidRequest, NotFound, TidewheelError
+from tidewheel.lora import MAX_LORA_NAMES, Lora, parse_loras
+from tidewheel.private_dir import read_value, write_value
+from tidewheel.request_options import RequestOptions
+from tidewheel.settings import shown_bytes
+
+log = logging.getLogger(__name__)
+
+FILE = "loras.json"  # in the folder of a model's engines
+MAX_ORDERS = 64  # that wait for a read
+MAX_READS = 2  # for requests: one, and the next
+RETRY_S = 10.0  # after which a request has a defective adapter read again
+_SHOWN_NAMES = 8
+
+Answer = Callable[[str, TidewheelError | None], None]  # gets text, and the error of a failed order
+
+
+@runtime_checkable
+class LoraRunner(Protocol):
+    def read_lora(self, folder: Path) -> Any:
+        """Return an adapter's weights, on any thread. Raise `ConfigError` or `InvalidRequest` for a defect."""
+
+
+class LoraUser(Protocol):
+    """Interface of `tidewheel.scheduler.scheduler.Scheduler`."""
+
+    load_lora: Callable[[Lora], None]
+
+    def running_loras(self) -> set[Lora]: ...
+
+    def waiting_loras(self) -> set[Lora]: ...
+
+
+class _Read(NamedTuple):
+    folder: Path  # resolved
+    stamp: object  # sizes and times of its files
+    weights: Any
+
+
+class LoraRegistry:
+    """Adapters of an engine by name. A thread reads weights; host memory holds those of `max_cpu_loras` adapters.
+
+    All methods belong to the thread of the steps: weights come and go between two steps. `file` keeps the orders of
+    clients, for the next engine. Raise `ConfigError` for malformed `lora_modules`.
+    """
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: LoraRunner,
+        scheduler: LoraUser,
+        file: Path | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._file = file
+        self._executor = executor or ThreadPoolExecutor(1, "loras")
+        self._limit = max(config.max_cpu_loras or 4 * config.max_loras, config.max_loras + 1)
+        self._versions = itertools.count(1)
+        self._loras: dict[str, Lora] = {}  # newest versions, by name
+        self._resident: OrderedDict[Lora, bool] = OrderedDict()  # least recently used first; whether it has run
+        self._reads: dict[Lora, tuple[Future[_Read], Answer | None]] = {}  # with the answer to an order
+        self._ordered = (file and read_value(file, dict[str, str | None])) or {}  # folders by name; None: unloaded
+        self.take_settings(config)
+        scheduler.load_lora = self.load
+
+    @property
+    def num_reads(self) -> int:
+        return len(self._reads)
+
+    def take_settings(self, config: EngineConfig) -> None:
+        """Take the adapters of `lora_modules`. A client's order about a name stands."""
+        self._lora_dir = Path(config.lora_dir)
+        self._named = parse_loras(config.lora_modules)
+        wanted = {name: Path(folder) for name, folder in {**self._named, **self._ordered}.items() if folder}
+        for name in {name for name, lora in self._loras.items() if wanted.get(name) != lora.folder}:
+            self._retire(name)
+        for name, folder in wanted.items():
+            self._loras[name] = self._loras.get(name) or self._new(name, folder)
+
+    def read_first(self) -> None:
+        """Read adapters until host memory is full. Log defects."""
+        for lora in self._loras.values():
+            if len(self._resident) < self._limit:
+                self._finish(lora, self._executor.submit(self._read, lora.folder))
+        log.info("adapters: %d named, %d read", len(self._loras), len(self._resident))
+
+    def find(self, name: str) -> Lora:
+        """Return the newest version of an adapter. Raise `NotFound`, or the error of the last read."""
+        lora = self._known(name)
+        if lora.error is not None:
+            if self.clock() < lora.retry_at:
+                raise lora.error.with_traceback(None)
+            self._loras[name] = lora = self._new(name, lora.folder)
+        return lora
+
+    def load(self, lora: Lora) -> None:
+        """Have an adapter's weights read, unless host memory is full. Repeatable."""
+        if lora.weights is not None or lora.error is not None or lora in self._reads:
+            return
+        if self._num_reads(is_order=False) < MAX_READS and self._make_room():
+            self._reads[lora] = self._executor.submit(self._read, lora.folder), None
+
+    def take_order(self, options: RequestOptions, answer: Answer) -> None:
+        """Carry out `lora_order`. Call `answer` once, here or in `poll`, or raise the order's error."""
+        match options.lora_order:
+            case "list":
+                rows = [_describe(self._loras[name]) for name in sorted(self._loras)]
+                answer(msgspec.json.encode(rows).decode(), None)
+            case "load":
+                self.read_new(options.lora_name, self._lora_dir / options.lora_path, answer, below=self._lora_dir)
+            case _:
+                self._known(options.lora_name)
+                self._retire(options.lora_name)
+                self._note_order(options.lora_name, None)
+                answer("", None)
+
+    def read_new(self, name: str, folder: Path, answer: Answer, *, below: Path | None = None) -> None:
+        """Have a new version of an adapter read, from a folder below `below`. Raise `InvalidRequest` or `Busy`."""
+        if name not in self._loras and len(self._loras) >= MAX_LORA_NAMES:
+            raise InvalidRequest(f"{len(self._loras)} adapters are loaded: at most {MAX_LORA_NAMES} may; unload one")
+        if self._num_reads(is_order=True) >= MAX_ORDERS:
+            raise Busy(f"{MAX_ORDERS} orders to load adapters wait: send it later", retry_after_ms=RETRY_AFTER_MS)
+        self._reads[self._new(name, folder)] = self._executor.submit(self._read, folder, below), answer
+
+    def poll(self) -> None:
+        """Take weights that were read since the last call. Call it between two steps."""
+        for lora in self._scheduler.running_loras() if self._resident else ():
+            if lora in self._resident:
+                self._resident[lora] = True
+                self._resident.move_to_end(lora)
+        for lora, (read, answer) in list(self._reads.items()):
+            if read.done():
+                del self._reads[lora]
+                self._finish(lora, read, answer)
+
+    def wait(self) -> None:
+        """Wait until something was read, for `poll`, or return at once if nothing is read."""
+        wait([read for read, _ in self._reads.values()], return_when=FIRST_COMPLETED)
+
+    def _finish(self, lora: Lora, done: Future[_Read], answer: Answer | None = None) -> None:
+        read = _result(lora, done)
+        if isinstance(read, _Read):
+            lora.stamp, lora.rank = read.stamp, read.weights.rank
+            if answer is not None:
+                lora.folder = read.folder
+                self._retire(lora.name)
+                self._loras[lora.name] = lora
+                self._note_order(lora.name, str(lora.folder))
+            if self._make_room():
+                lora.weights = read.weights
+                self._resident[lora] = False
+            log.info("LoRA %s is read: rank %d, %s", lora.name, lora.rank, shown_bytes(read.weights.num_bytes))
+        else:
+            lora.error, lora.retry_at = read, self.clock() + RETRY_S
+            log.warning("%s", read.message)
+        if answer is not None:
+            answer("", lora.error)
+
+    def _make_room(self) -> bool:
+        """Drop weights until one more adapter fits. Return False if all are in use."""
+        excess = len(self._resident) + self._num_reads(is_order=False) + 1 - self._limit
+        if excess <= 0:
+            return True
+        running, waiting = self._scheduler.running_loras(), self._scheduler.waiting_loras()
+        for lora, has_run in list(self._resident.items()):
+            is_old = self._loras.get(lora.name) is not lora  # its folder may hold another version by now
+            if lora not in running and (lora not in waiting or (has_run and not is_old)):
+                lora.weights = None
+                del self._resident[lora]
+                excess -= 1
+                if not excess:
+                    return True
+        return False
+
+    def _num_reads(self, *, is_order: bool) -> int:
+        return sum((answer is not None) == is_order for _, answer in self._reads.values())
+
+    def _new(self, name: str, folder: Path) -> Lora:
+        return Lora(name, next(self._versions), folder)
+
+    def _retire(self, name: str) -> None:
+        """Forget a name, if it is known. Accepted requests keep their version, the first to be dropped after them."""
+        old = self._loras.pop(name, None)
+        if old is not None and old in self._resident:
+            self._resident.move_to_end(old, last=False)
+
+    def _note_order(self, name: str, folder: str | None) -> None:
+        log.info("LoRA %s is %s by a client's order", name, f"loaded from {folder}" if folder else "unloaded")
+        self._ordered[name] = folder
+        if folder is None and name not in self._named:
+            del self._ordered[name]
+        if self._file is not None:
+            try:
+                write_value(self._file, self._ordered)
+            except OSError as error:
+                log.warning("a later engine will not know of this: %s cannot be written (%s)", self._file, error)
+
+    def _read(self, folder: Path, below: Path | None = None) -> _Read:
+        resolved = folder.resolve()
+        if below is not None and not resolved.is_relative_to(below.resolve()):
+            raise InvalidRequest(f"lora_path leads to {resolved}: it must lie below lora_dir, {below}")
+        if not resolved.is_dir():
+            raise NotFound(f"there is no folder {resolved}")
+        files = sorted((path.name, path.stat()) for path in resolved.iterdir())
+        stamp = [(name, found.st_size, found.st_mtime_ns) for name, found in files]
+        return _Read(resolved, stamp, self._runner.read_lora(resolved))
+
+    def _known(self, name: str) -> Lora:
+        if name not in self._loras:
+            names = list(self._loras)
+            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+            # The words of Triton's vLLM backend, which its clients compare.
+            raise NotFound(f"LoRA {name} is not supported, we currently support {names[:_SHOWN_NAMES]}{more}")
+        return self._loras[name]
+
+
+def _describe(lora: Lora) -> dict[str, object]:
+    error = "" if lora.error is None else lora.error.message
+    shown = {"name": lora.name, "path": str(lora.folder), "rank": lora.rank}  # no rank: not read yet
+    return {**shown, "is_loaded": lora.weights is not None, "error": error}
+
+
+def _result(lora: Lora, done: Future[_Read]) -> _Read | TidewheelError:
+    """Return the weights that were read, or an error for clients."""
+    error = done.exception()
+    if error is None:
+        read = done.result()
+        if lora.stamp in (None, read.stamp):
+            return read
+        # Cached blocks, and tokens of its requests, are those of the files before.
+        error = InvalidRequest("its files changed after they were read: load it again")
+    if isinstance(error, ConfigError | OSError):
+        error = InvalidRequest(str(error))
+    elif not isinstance(error, TidewheelError):
+        log.error("LoRA %s could not be read", lora.name, exc_info=error)
+        error = InternalError("it could not be read; the server's log says why")
+    return type(error)(f"LoRA {lora.name}: {error.message}")

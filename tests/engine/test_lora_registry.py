@@ -1,0 +1,372 @@
+"""Names, versions, orders and host memory of adapters, with reads that the test ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.engine.lora_doubles import FakeLoraRunner, FakeScheduler, ManualExecutor, write_lora
+from tidewheel.config import EngineConfig
+from tidewheel.engine import lora_registry
+from tidewheel.engine.lora_registry import MAX_ORDERS, RETRY_S, LoraRegistry
+from tidewheel.errors import Busy, InternalError, InvalidRequest, NotFound, TidewheelError
+from tidewheel.lora import Lora
+from tidewheel.request_options import RequestOptions
+
+
+class Harness:
+    def __init__(self, folder: Path, names: str = "", **settings: object) -> None:
+        self.folder = folder
+        self.runner, self.scheduler, self.executor = FakeLoraRunner(), FakeScheduler(), ManualExecutor()
+        self.answers: list[str | TidewheelError] = []
+        self.now = 0.0
+        for name in names:
+            write_lora(folder / name)
+        modules = {name: str(folder / name) for name in names}
+        self.settings: dict[str, Any] = {
+            "model": "m", "enable_lora": True, "lora_dir": str(folder), "lora_modules": json.dumps(modules),
+            "max_loras": 1, "max_cpu_loras": 2, **settings,
+        }  # fmt: skip
+        self.registry = self.start()
+
+    def start(self) -> LoraRegistry:
+        """Make a registry, as a new engine does."""
+        file = self.folder / lora_registry.FILE
+        config = EngineConfig.from_settings(self.settings)
+        self.registry = LoraRegistry(config, self.runner, self.scheduler, file, self.executor)
+        self.registry.clock = lambda: self.now
+        return self.registry
+
+    def order(self, order: str, name: str = "", path: str = "") -> None:
+        def answer(text: str, error: TidewheelError | None) -> None:
+            self.answers.append(error or text)
+
+        self.registry.take_order(RequestOptions(lora_order=order, lora_name=name, lora_path=path), answer)
+
+    def finish(self) -> None:
+        self.executor.run()
+        self.registry.poll()
+
+    def load(self, name: str, path: str = "") -> str | TidewheelError:
+        """Order a load, and return its answer."""
+        self.order("load", name, path or name)
+        self.finish()
+        return self.answers.pop()
+
+    def list(self) -> list[dict[str, Any]]:
+        self.order("list")
+        answer = self.answers.pop()
+        assert isinstance(answer, str)
+        rows: list[dict[str, Any]] = json.loads(answer)
+        return rows
+
+    def ask(self, name: str) -> Lora:
+        """Have the scheduler ask for an adapter's weights; return it."""
+        lora = self.registry.find(name)
+        self.scheduler.load_lora(lora)
+        self.finish()
+        return lora
+
+
+def message(error: object) -> str:
+    assert isinstance(error, TidewheelError)
+    return error.message
+
+
+def test_weights_are_read_when_the_scheduler_asks(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "ab")
+    lora = harness.registry.find("a")
+    assert lora.weights is None
+    for _ in range(3):  # at each step
+        harness.scheduler.load_lora(lora)
+    assert harness.registry.num_reads == 1
+    harness.registry.poll()
+    assert lora.weights is None
+    harness.finish()
+    assert lora.weights.text == "ok" and lora.rank == 8
+    assert harness.runner.read == ["a"]
+    assert harness.registry.find("a") is lora
+
+
+def test_named_adapters_are_read_before_the_first_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness(tmp_path, "abcd")
+    write_lora(tmp_path / "b", "broken")
+    harness.executor.at_once = True
+    with caplog.at_level(logging.INFO):
+        harness.registry.read_first()
+    assert harness.runner.read == ["a", "b", "c"]  # two fit, and one does not count
+    assert "adapters: 4 named, 2 read" in caplog.text
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["LoRA b: b: rank 64 is over max_lora_rank 16"]
+    with pytest.raises(InvalidRequest, match="LoRA b: b: rank 64 is over max_lora_rank 16"):
+        harness.registry.find("b")
+
+
+def test_a_defective_adapter_is_read_again_after_a_while(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "a")
+    write_lora(tmp_path / "a", "broken")
+    lora = harness.ask("a")
+    assert lora.error is not None
+    write_lora(tmp_path / "a", "mended")
+    harness.scheduler.load_lora(lora)  # of its requests, which end
+    assert not harness.registry.num_reads
+    with pytest.raises(InvalidRequest, match="rank 64"):
+        harness.registry.find("a")
+    harness.now = RETRY_S
+    again = harness.ask("a")
+    assert again is not lora and again.weights.text == "mended"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [("broken", InvalidRequest, "LoRA x: x: rank 64"), ("crash", InternalError, "LoRA x: it could not be read")],
+)
+def test_an_order_ends_with_the_defect(tmp_path: Path, text: str, kind: type[TidewheelError], words: str) -> None:
+    harness = Harness(tmp_path, "a")
+    write_lora(tmp_path / "x", text)
+    error = harness.load("x")
+    assert isinstance(error, kind) and error.message.startswith(words)
+    assert [row["name"] for row in harness.list()] == ["a"]
+
+
+def test_an_adapter_that_is_not_there(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    error = harness.load("x", "nowhere")
+    assert isinstance(error, NotFound) and f"there is no folder {tmp_path / 'nowhere'}" in error.message
+
+
+def test_paths_of_clients_lie_below_a_folder(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "loras")
+    outside = write_lora(tmp_path / "outside")
+    write_lora(tmp_path / "loras" / "inside")
+    (tmp_path / "loras" / "link").symlink_to(outside)
+    for path in ("../outside", str(outside), "link", "inside/../../outside"):
+        assert "must lie below lora_dir" in message(harness.load("x", path))
+    assert harness.runner.read == []
+    assert harness.load("x", str(tmp_path / "loras" / "inside")) == ""
+
+
+def test_another_version_of_a_name(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "a")
+    first = harness.ask("a")
+    write_lora(tmp_path / "new", "new")
+    assert harness.load("a", "new") == ""
+    second = harness.registry.find("a")
+    assert second.version > first.version and second.weights.text == "new"
+    assert first.weights.text == "ok"  # of requests that were accepted before
+    write_lora(tmp_path / "new", "broken")
+    assert "rank 64" in message(harness.load("a", "new"))
+    assert harness.registry.find("a") is second
+
+
+def test_files_that_change_under_a_version(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "abc")
+    lora = harness.ask("a")
+    harness.ask("b")
+    harness.ask("c")
+    assert lora.weights is None
+    write_lora(tmp_path / "a", "another")
+    os.utime(tmp_path / "a" / "weights", (1, 1))
+    harness.ask("a")
+    assert lora.error is not None and "files changed after they were read" in lora.error.message
+    harness.now = RETRY_S
+    assert harness.ask("a").weights.text == "another"
+
+
+def test_unloaded_names_are_unknown(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "ab")
+    lora = harness.ask("a")
+    harness.order("unload", "a")
+    assert harness.answers == [""]
+    with pytest.raises(NotFound, match=r"LoRA a is not supported, we currently support \['b'\]"):
+        harness.registry.find("a")
+    with pytest.raises(NotFound):
+        harness.order("unload", "a")
+    assert lora.weights is not None  # for accepted requests
+    harness.ask("b")
+    write_lora(tmp_path / "c")
+    harness.load("c")
+    assert lora.weights is None and harness.registry.find("c").weights is not None  # the first to be dropped
+
+
+def test_many_names_are_not_all_told(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "abcdefghijk")
+    with pytest.raises(NotFound, match=r"support \['a', 'b', .*, 'h'\] and 3 more$"):
+        harness.registry.find("x")
+
+
+def test_the_list(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "ba")
+    write_lora(tmp_path / "b", "broken")
+    harness.ask("a")
+    harness.ask("b")
+    assert harness.list() == [
+        {"name": "a", "path": str(tmp_path / "a"), "rank": 8, "is_loaded": True, "error": ""},
+        {"name": "b", "path": str(tmp_path / "b"), "rank": None, "is_loaded": False,
+         "error": "LoRA b: b: rank 64 is over max_lora_rank 16"},
+    ]  # fmt: skip
+
+
+def test_orders_outlive_an_engine(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "ab")
+    write_lora(tmp_path / "c")
+    harness.load("c")
+    harness.load("b", "c")
+    harness.order("unload", "a")
+    harness.load("gone", "c")
+    harness.order("unload", "gone")
+    harness.start()
+    assert {row["name"]: row["path"] for row in harness.list()} == {
+        "b": str(tmp_path / "c"), "c": str(tmp_path / "c")
+    }  # fmt: skip
+    assert "gone" not in (tmp_path / lora_registry.FILE).read_text()
+
+
+def test_a_file_of_orders_that_nothing_can_read(tmp_path: Path) -> None:
+    (tmp_path / lora_registry.FILE).write_text('{"a": 5}')
+    assert [row["name"] for row in Harness(tmp_path, "b").list()] == ["b"]
+
+
+def test_an_order_holds_though_it_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(lora_registry, "write_value", fail)
+    harness = Harness(tmp_path)
+    write_lora(tmp_path / "a")
+    assert harness.load("a") == ""
+    assert "No space left" in caplog.text and harness.registry.find("a")
+
+
+def test_a_changed_file_of_names(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "abc")
+    kept, moved = harness.ask("a"), harness.ask("b")
+    harness.order("unload", "c")
+    write_lora(tmp_path / "d")
+    named = {"a": str(tmp_path / "a"), "b": str(tmp_path / "d"), "c": str(tmp_path / "c"), "d": str(tmp_path / "d")}
+    harness.registry.take_settings(
+        EngineConfig.from_settings({**harness.settings, "lora_modules": json.dumps(named)})
+    )
+    assert harness.registry.find("a") is kept and harness.registry.find("b") is not moved
+    assert [row["name"] for row in harness.list()] == ["a", "b", "d"]
+
+
+def test_only_so_many_orders_wait(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    write_lora(tmp_path / "a")
+    for number in range(MAX_ORDERS):
+        harness.order("load", f"a{number}", "a")
+    with pytest.raises(Busy, match="orders to load adapters wait"):
+        harness.order("load", "late", "a")
+    harness.finish()
+    assert harness.answers == [""] * MAX_ORDERS
+
+
+def test_only_so_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_registry, "MAX_LORA_NAMES", 2)
+    harness = Harness(tmp_path, "ab")
+    write_lora(tmp_path / "c")
+    with pytest.raises(InvalidRequest, match="2 adapters are loaded: at most 2 may; unload one"):
+        harness.order("load", "c", "c")
+    assert harness.load("a", "c") == ""
+
+
+def test_the_least_recently_used_weights_make_room(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "abc")
+    a, b = harness.ask("a"), harness.ask("b")
+    harness.scheduler.running = {a}
+    harness.registry.poll()
+    harness.scheduler.running = set()
+    c = harness.ask("c")
+    assert [lora.weights is not None for lora in (a, b, c)] == [True, False, True]
+
+
+def test_weights_in_use_stay_and_a_load_waits(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "abc")
+    a, b = harness.ask("a"), harness.ask("b")
+    harness.scheduler.running, harness.scheduler.waiting = {a}, {b}  # b has not run yet
+    c = harness.ask("c")
+    assert (a.weights and b.weights) and c.weights is None and not harness.registry.num_reads
+    harness.scheduler.running = {b}
+    harness.registry.poll()
+    harness.scheduler.running, harness.scheduler.waiting = {a}, {b}  # it has, so others come first
+    harness.ask("c")
+    assert b.weights is None and c.weights is not None
+
+
+def test_an_order_reads_though_memory_is_full(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "ab")
+    harness.scheduler.running = {harness.ask("a"), harness.ask("b")}
+    write_lora(tmp_path / "c")
+    assert harness.load("c") == ""
+    lora = harness.registry.find("c")
+    assert lora.weights is None and lora.rank == 8
+
+
+def play(harness: Harness, event: str, name: str) -> None:
+    """Let clients and the scheduler act on an adapter."""
+    scheduler, known = harness.scheduler, {row["name"] for row in harness.list()}
+    if event == "load" or (event == "unload" and name in known):
+        harness.order(event, name, name if event == "load" else "")
+    if event in ("load", "unload") or name not in known:
+        return
+    lora = harness.registry.find(name)
+    if event == "ask":
+        scheduler.waiting.add(lora)
+        scheduler.load_lora(lora)
+    elif event == "run" and lora.weights is not None and len(scheduler.running) < 2:
+        scheduler.running.add(lora)
+    elif event == "end":
+        scheduler.running.discard(lora)
+        scheduler.waiting.discard(lora)
+    else:
+        harness.finish()
+
+
+EVENTS = st.sampled_from(["ask", "load", "unload", "run", "end", "finish"])
+
+
+@given(events=st.lists(st.tuples(EVENTS, st.sampled_from("abcdef")), max_size=60))
+def test_memory_keeps_its_limit_and_what_is_used(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, str]]
+) -> None:
+    harness = Harness(tmp_path_factory.mktemp("loras"), "abcdef", max_loras=2, max_cpu_loras=3)
+    scheduler, made = harness.scheduler, spied_versions(harness.registry)
+    for event, name in events:
+        play(harness, event, name)
+        assert sum(lora.weights is not None for lora in made) <= 3
+        assert all(lora.weights is not None for lora in scheduler.running)
+    harness.finish()
+    # Each adapter that waits is read in the end, if those that were read run and end.
+    for lora in list(scheduler.waiting):
+        for _ in range(len(made)):
+            scheduler.load_lora(lora)
+            harness.finish()
+            scheduler.running = {one for one in made if one.weights is not None and one is not lora}
+            harness.registry.poll()
+            scheduler.running = set()
+            if lora.weights is not None:
+                break
+        assert lora.weights is not None
+        scheduler.waiting.remove(lora)
+
+
+def spied_versions(registry: LoraRegistry) -> list[Lora]:
+    """Return a list that all versions enter."""
+    made, new = list(registry._loras.values()), registry._new
+
+    def keep(name: str, folder: Path) -> Lora:
+        made.append(new(name, folder))
+        return made[-1]
+
+    registry._new = keep  # type: ignore[method-assign]
+    return made

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 Kind = Literal["gauge", "counter", "histogram"]
-Owner = Literal["engine", "tenant", "requests", "gateway", "health port", "triton"]
+Owner = Literal["engine", "tenant", "lora", "requests", "gateway", "health port", "triton"]
 
 
 class Metric(NamedTuple):
@@ -24,6 +24,7 @@ _counter = partial(Metric, "engine", "counter")
 _class_gauge = partial(Metric, "engine", "gauge", label="class")
 _class_counter = partial(Metric, "engine", "counter", label="class")
 _tenant = partial(Metric, "tenant", "counter", label="tenant")
+_lora = partial(Metric, "lora", "counter", label="lora")
 _requests = partial(Metric, "requests", "counter")
 _histogram = partial(Metric, "requests", "histogram")
 _gateway_gauge = partial(Metric, "gateway", "gauge")
@@ -49,6 +50,7 @@ HOST_BLOCKS_FREE = _gauge("tidewheel_kv_host_blocks_free", "Empty or evictable h
 SESSIONS = _gauge("tidewheel_sessions", "Sessions that are kept", "num_sessions")
 SESSIONS_PAUSED = _gauge("tidewheel_sessions_paused", "Sessions whose tools or next turn run", "num_paused_sessions")
 SESSION_BLOCKS = _gauge("tidewheel_session_blocks", "Blocks that sessions alone hold", "num_session_blocks")
+LORA_SLOTS = _gauge("tidewheel_lora_slots_used", "Adapters in slots of the device", "num_lora_slots")
 BUSY = _gauge("tidewheel_engine_busy_fraction", "Step time over wall time", "busy_fraction")
 TOKEN_BUDGET = _gauge("tidewheel_token_budget", "Tokens that a step may compute now", "token_budget")
 MAX_NUM_SEQS = _gauge("tidewheel_max_num_seqs", "Requests that may run now", "max_num_seqs")
@@ -113,6 +115,8 @@ HIT_TOKENS = _counter(
     label="tier",
 )
 SESSION_HITS = _counter("tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits")
+LORA_LOADS = _counter("tidewheel_lora_loads_total", "Copies of adapters into slots", "num_lora_loads")
+LORA_EVICTIONS = _counter("tidewheel_lora_evictions_total", "Of these, in place of another", "num_lora_evictions")
 ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
 STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step", "step_tokens")
 
@@ -135,6 +139,17 @@ TENANT_OBJECTIVES = _tenant(
 TENANT_OBJECTIVES_MET = _tenant(
     "tidewheel_tenant_objectives_met_total", "Of these, requests that met them", "num_objectives_met"
 )
+
+# Figures of a LoRA adapter: fields of `stats.LoraFigures`. The busiest have labels, `other` is the rest.
+LORA_RUNNING = Metric(
+    "lora", "gauge", "tidewheel_lora_requests_running", "Running requests of an adapter", "num_running", label="lora"
+)
+LORA_WAITING = Metric(
+    "lora", "gauge", "tidewheel_lora_requests_waiting", "Waiting requests of an adapter", "num_waiting", label="lora"
+)
+LORA_REQUESTS = _lora("tidewheel_lora_requests_total", "Started and ended requests of an adapter", "num_requests")
+LORA_PROMPT_TOKENS = _lora("tidewheel_lora_prompt_tokens_total", "Their prompt tokens", "num_prompt_tokens")
+LORA_GENERATION_TOKENS = _lora("tidewheel_lora_generation_tokens_total", "Their output", "num_output_tokens")
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
 RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")

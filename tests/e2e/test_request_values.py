@@ -113,7 +113,10 @@ def test_ranks(server: Server) -> None:
             {"stream": True, "exclude_input_in_output": False},
             "[TW-INPUT] Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
         ),
-        ({"sampling_parameters": '{"lora_name": "doll"}'}, "[TW-UNSUPPORTED] LoRA feature is not enabled."),
+        (
+            {"sampling_parameters": '{"lora_name": "doll"}'},
+            "[TW-UNSUPPORTED] LoRA feature is not enabled. Set enable_lora to true",
+        ),
     ],
     ids=["stream", "lora"],
 )

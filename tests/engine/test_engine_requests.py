@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from tidewheel.engine.requests import (
     to_requests,
 )
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
+from tidewheel.lora import Lora
 from tidewheel.request import Priority, Request, RequestObjective
 from tidewheel.sampling import MAX_LOGIT_BIAS, LogitBias, SamplingParams
 
@@ -74,6 +76,24 @@ def test_everything_arrives() -> None:
     assert (request.request_id, request.max_tokens, request.seed) == ("r", 4, 9)
     assert (request.stop_token_ids, request.bad_words_ids) == ((2, 99), ((1, 2), (3,)))
     assert (request.priority, request.cache_salt, request.arrival_time) == (Priority.CRITICAL, "tenant", 1.5)
+
+
+def test_adapters_share_no_blocks() -> None:
+    info = msgspec.structs.replace(INFO, enable_lora=True)
+    seen = set()
+    for version in (None, 1, 11):
+        lora = None if version is None else Lora("sql", version, Path("a"))
+        for salt in ("", "1:", ":", "11:x"):
+            message = add_request(7, prompt_bytes(1), SamplingParams(), cache_salt=salt)
+            (request,) = to_requests(message, info, CONFIG, request_ids=["r"], seed=5, now=0.0, lora=lora)
+            assert request.lora is lora
+            seen.add(request.cache_salt)
+    assert len(seen) == 12
+
+
+def test_adapters_that_are_not_enabled() -> None:
+    with pytest.raises(Unsupported, match=r"LoRA feature is not enabled\. Set enable_lora to true"):
+        convert(lora_name="sql")
 
 
 def test_how_it_is_served_arrives() -> None:

@@ -50,6 +50,10 @@ class Harness:
 
         self.registry.take_order(RequestOptions(lora_order=order, lora_name=name, lora_path=path), answer)
 
+    def take_names(self, modules: dict[str, str]) -> None:
+        self.settings["lora_modules"] = json.dumps(modules)
+        self.registry.take_settings(EngineConfig.from_settings(self.settings))
+
     def finish(self) -> None:
         self.executor.run()
         self.registry.poll()
@@ -95,16 +99,15 @@ def test_weights_are_read_when_the_scheduler_asks(tmp_path: Path) -> None:
     assert harness.registry.find("a") is lora
 
 
-def test_named_adapters_are_read_before_the_first_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    harness = Harness(tmp_path, "abcd")
+def test_defects_are_logged_before_the_first_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness(tmp_path, "abc")
     write_lora(tmp_path / "b", "broken")
-    harness.executor.at_once = True
     with caplog.at_level(logging.INFO):
-        harness.registry.read_first()
-    assert harness.runner.read == ["a", "b", "c"]  # two fit, and one does not count
-    assert "adapters: 4 named, 2 read" in caplog.text
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings == ["LoRA b: b: rank 64 is over max_lora_rank 16"]
+        harness.registry.check()
+    assert [record.getMessage() for record in caplog.records] == [
+        "LoRA b: b: rank 64 is over max_lora_rank 16", "adapters: 3"
+    ]  # fmt: skip
+    assert harness.runner.read == []
     with pytest.raises(InvalidRequest, match="LoRA b: b: rank 64 is over max_lora_rank 16"):
         harness.registry.find("b")
 
@@ -126,7 +129,7 @@ def test_a_defective_adapter_is_read_again_after_a_while(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
-    [("broken", InvalidRequest, "LoRA x: x: rank 64"), ("crash", InternalError, "LoRA x: it could not be read")],
+    [("broken", InvalidRequest, "LoRA x: x: rank 64"), ("crash", InternalError, "LoRA x: it cannot be read")],
 )
 def test_an_order_ends_with_the_defect(tmp_path: Path, text: str, kind: type[TidewheelError], words: str) -> None:
     harness = Harness(tmp_path, "a")

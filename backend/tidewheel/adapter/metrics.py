@@ -42,7 +42,10 @@ _LABEL_VALUES: Mapping[str, Sequence[str]] = {
 
 
 class NumberSeries:
-    """Gauge or counter, with a series per label value ("": no label). A total that shrinks counts from 0."""
+    """Gauge or counter, with a series per label value ("": no label).
+
+    A total that shrinks counts from 0. A gauge whose value is absent is 0.
+    """
 
     def __init__(self, metric: Metric, labels: Labels, values: Iterable[str] = ()) -> None:
         self._is_gauge = metric.kind == "gauge"
@@ -57,6 +60,8 @@ class NumberSeries:
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
         """Publish the metric's values, by label. Without `is_ours`, only note them: another front end publishes."""
+        if self._is_gauge and len(numbers) < len(self._last):
+            numbers = {**dict.fromkeys(self._last, 0.0), **numbers}
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():
@@ -163,7 +168,7 @@ class EngineMetrics:
     """Metrics of one engine, published by the front end that owns the engine."""
 
     def __init__(self, info: EngineInfo, labels: Labels) -> None:
-        table = (*metrics.select("engine"), *metrics.select("tenant"))
+        table = (*metrics.select("engine"), *metrics.select("tenant"), *metrics.select("lora"))
         self._table = SeriesTable(table, labels, EngineStats())
         self._block_size = info.block_size
         self._blocks = NumberSeries(metrics.CACHE_BLOCKS, {name: labels[name] for name in ("model", "version")})
@@ -236,8 +241,9 @@ def _read(metric: Metric, figures: Any) -> Mapping[str, float]:
     source = metric.source
     if isinstance(source, Mapping):
         return {value: getattr(figures, field) for value, field in source.items()}
-    if metric.owner == "tenant":
-        return {tenant: getattr(sums, source) for tenant, sums in figures.tenants.items()}
+    if metric.owner in ("tenant", "lora"):
+        named = figures.tenants if metric.owner == "tenant" else figures.loras
+        return {name: getattr(sums, source) for name, sums in named.items()}
     found = getattr(figures, source)
     if isinstance(found, list):
         return dict(zip(CLASSES, found, strict=True))

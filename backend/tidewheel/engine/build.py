@@ -112,7 +112,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], 
 def build_loras(
     config: EngineConfig, runner: LoadedRunner, scheduler: Scheduler, folder: Path | None = None
 ) -> LoraRegistry | None:
-    """Return the adapters, some of them read; None if they are not enabled. `folder` keeps the orders of clients.
+    """Return the adapters; None if they are not enabled. `folder` keeps the orders of clients.
 
     Raise `ConfigError` for a model that takes no adapters.
     """
@@ -121,7 +121,7 @@ def build_loras(
     if not isinstance(runner, LoraRunner):
         raise ConfigError(f"enable_lora is true, and {runner.info.architecture} takes no adapters: leave it out")
     loras = LoraRegistry(config, runner, scheduler, folder and folder / FILE)
-    loras.read_first()
+    loras.check()
     return loras
 
 

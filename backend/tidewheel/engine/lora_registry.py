@@ -32,8 +32,11 @@ Answer = Callable[[str, TidewheelError | None], None]  # gets text, and the erro
 
 @runtime_checkable
 class LoraRunner(Protocol):
+    def check_lora(self, folder: Path) -> None:
+        """Raise `ConfigError` for a defect that shows without reading values."""
+
     def read_lora(self, folder: Path) -> Any:
-        """Return an adapter's weights, on any thread. Raise `ConfigError` or `InvalidRequest` for a defect."""
+        """Return an adapter's weights, on any thread. Raise `ConfigError`."""
 
 
 class LoraUser(Protocol):
@@ -78,7 +81,8 @@ class LoraRegistry:
         self._loras: dict[str, Lora] = {}  # newest versions, by name
         self._resident: OrderedDict[Lora, bool] = OrderedDict()  # least recently used first; whether it has run
         self._reads: dict[Lora, tuple[Future[_Read], Answer | None]] = {}  # with the answer to an order
-        self._ordered = (file and read_value(file, dict[str, str | None])) or {}  # folders by name; None: unloaded
+        # Folders by name (None: unloaded), each with the folder of `lora_modules` at that time.
+        self._ordered = (file and read_value(file, dict[str, tuple[str | None, str | None]])) or {}
         self.take_settings(config)
         scheduler.load_lora = self.load
 
@@ -87,21 +91,24 @@ class LoraRegistry:
         return len(self._reads)
 
     def take_settings(self, config: EngineConfig) -> None:
-        """Take the adapters of `lora_modules`. A client's order about a name stands."""
+        """Take the adapters of `lora_modules`. Orders of clients stand, unless the folder of their name changed."""
         self._lora_dir = Path(config.lora_dir)
-        self._named = parse_loras(config.lora_modules)
-        wanted = {name: Path(folder) for name, folder in {**self._named, **self._ordered}.items() if folder}
+        self._named = named = parse_loras(config.lora_modules)
+        ordered = {name: folder for name, (folder, before) in self._ordered.items() if named.get(name) == before}
+        wanted = {name: Path(folder) for name, folder in {**named, **ordered}.items() if folder}
         for name in {name for name, lora in self._loras.items() if wanted.get(name) != lora.folder}:
             self._retire(name)
         for name, folder in wanted.items():
             self._loras[name] = self._loras.get(name) or self._new(name, folder)
 
-    def read_first(self) -> None:
-        """Read adapters until host memory is full. Log defects."""
+    def check(self) -> None:
+        """Log the defects of all adapters that show without reading values."""
         for lora in self._loras.values():
-            if len(self._resident) < self._limit:
-                self._finish(lora, self._executor.submit(self._read, lora.folder))
-        log.info("adapters: %d named, %d read", len(self._loras), len(self._resident))
+            try:
+                self._runner.check_lora(lora.folder)
+            except Exception as error:
+                self._refuse(lora, error)
+        log.info("adapters: %d", len(self._loras))
 
     def find(self, name: str) -> Lora:
         """Return the newest version of an adapter. Raise `NotFound`, or the error of the last read."""
@@ -156,24 +163,33 @@ class LoraRegistry:
         """Wait until something was read, for `poll`, or return at once if nothing is read."""
         wait([read for read, _ in self._reads.values()], return_when=FIRST_COMPLETED)
 
-    def _finish(self, lora: Lora, done: Future[_Read], answer: Answer | None = None) -> None:
-        read = _result(lora, done)
-        if isinstance(read, _Read):
-            lora.stamp, lora.rank = read.stamp, read.weights.rank
-            if answer is not None:
-                lora.folder = read.folder
-                self._retire(lora.name)
-                self._loras[lora.name] = lora
-                self._note_order(lora.name, str(lora.folder))
-            if self._make_room():
-                lora.weights = read.weights
-                self._resident[lora] = False
-            log.info("LoRA %s is read: rank %d, %s", lora.name, lora.rank, shown_bytes(read.weights.num_bytes))
+    def _finish(self, lora: Lora, done: Future[_Read], answer: Answer | None) -> None:
+        error = done.exception()
+        if error is None and lora.stamp not in (None, done.result().stamp):
+            # Cached blocks, and tokens of its requests, are those of the files before.
+            error = InvalidRequest("its files changed after they were read: load it again")
+        if error is not None:
+            self._refuse(lora, error)
         else:
-            lora.error, lora.retry_at = read, self.clock() + RETRY_S
-            log.warning("%s", read.message)
+            self._take(lora, done.result(), is_order=answer is not None)
         if answer is not None:
             answer("", lora.error)
+
+    def _take(self, lora: Lora, read: _Read, *, is_order: bool) -> None:
+        lora.stamp, lora.rank = read.stamp, read.weights.rank
+        if is_order:
+            self._retire(lora.name)
+            self._loras[lora.name] = lora
+            lora.folder = read.folder
+            self._note_order(lora.name, str(lora.folder))
+        if self._make_room():
+            lora.weights = read.weights
+            self._resident[lora] = False
+        log.info("LoRA %s is read: rank %d, %s", lora.name, lora.rank, shown_bytes(read.weights.num_bytes))
+
+    def _refuse(self, lora: Lora, error: BaseException) -> None:
+        lora.error, lora.retry_at = _to_request_error(lora.name, error), self.clock() + RETRY_S
+        log.warning("%s", lora.error.message)
 
     def _make_room(self) -> bool:
         """Drop weights until one more adapter fits. Return False if all are in use."""
@@ -205,7 +221,7 @@ class LoraRegistry:
 
     def _note_order(self, name: str, folder: str | None) -> None:
         log.info("LoRA %s is %s by a client's order", name, f"loaded from {folder}" if folder else "unloaded")
-        self._ordered[name] = folder
+        self._ordered[name] = folder, self._named.get(name)
         if folder is None and name not in self._named:
             del self._ordered[name]
         if self._file is not None:
@@ -239,18 +255,10 @@ def _describe(lora: Lora) -> dict[str, object]:
     return {**shown, "is_loaded": lora.weights is not None, "error": error}
 
 
-def _result(lora: Lora, done: Future[_Read]) -> _Read | TidewheelError:
-    """Return the weights that were read, or an error for clients."""
-    error = done.exception()
-    if error is None:
-        read = done.result()
-        if lora.stamp in (None, read.stamp):
-            return read
-        # Cached blocks, and tokens of its requests, are those of the files before.
-        error = InvalidRequest("its files changed after they were read: load it again")
+def _to_request_error(name: str, error: BaseException) -> TidewheelError:
     if isinstance(error, ConfigError | OSError):
         error = InvalidRequest(str(error))
     elif not isinstance(error, TidewheelError):
-        log.error("LoRA %s could not be read", lora.name, exc_info=error)
-        error = InternalError("it could not be read; the server's log says why")
-    return type(error)(f"LoRA {lora.name}: {error.message}")
+        log.error("LoRA %s cannot be read", name, exc_info=error)
+        error = InternalError("it cannot be read; the server's log says why")
+    return type(error)(f"LoRA {name}: {error.message}")

@@ -39,6 +39,7 @@ class Recorder:
         self.tokens: dict[Key, list[int]] = {}
         self.endings: dict[Key, str] = {}  # finish reason, or the tag of the error
         self.errors: dict[Key, str] = {}
+        self.answers: dict[Key, str] = {}
         self.num_endings: dict[Key, int] = {}
         self.stats = [EngineStats()]
         self.rooms: list[Room] = []
@@ -56,6 +57,7 @@ class Recorder:
                 if delta.error is not None:
                     self._end(key, delta.error.tag, delta.error.message)
                 elif delta.finish_reason:
+                    self.answers[key] = delta.answer
                     self._end(key, delta.finish_reason, "")
             self.changed.notify_all()
 

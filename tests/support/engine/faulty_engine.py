@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from support.engine.fake_runner import VOCAB_SIZE, FakeRunner, PendingTokens
+from support.engine.lora_doubles import FakeLoraRunner
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import Progress
@@ -33,12 +34,14 @@ MAX_MODEL_LEN = 4096
 LAUNCH_SECONDS = 0.0005  # a device takes its time: what is in flight stays so for a while
 
 
-class FaultyRunner(FakeRunner):
+class FaultyRunner(FakeRunner, FakeLoraRunner):
     """A runner that misbehaves in the middle of a step, as the first token of a new request says."""
 
     def __init__(self, config: EngineConfig) -> None:
         block_size, num_blocks = config.block_size or 16, config.num_blocks or 1024
-        super().__init__(
+        FakeLoraRunner.__init__(self)
+        FakeRunner.__init__(
+            self,
             num_rows=config.max_num_seqs,
             num_blocks=num_blocks,
             block_size=block_size,

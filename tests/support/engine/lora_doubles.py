@@ -25,14 +25,21 @@ class FakeLoraRunner:
     def __init__(self) -> None:
         self.read: list[str] = []
 
+    def check_lora(self, folder: Path) -> None:
+        _open(folder)
+
     def read_lora(self, folder: Path) -> FakeWeights:
         self.read.append(folder.name)
-        text = (folder / "weights").read_text()
-        if text == "broken":
-            raise ConfigError(f"{folder.name}: rank 64 is over max_lora_rank 16")
-        if text == "crash":
-            raise ZeroDivisionError
-        return FakeWeights(text)
+        return FakeWeights(_open(folder))
+
+
+def _open(folder: Path) -> str:
+    text = (folder / "weights").read_text()
+    if text == "broken":
+        raise ConfigError(f"{folder.name}: rank 64 is over max_lora_rank 16")
+    if text == "crash":
+        raise ZeroDivisionError
+    return text
 
 
 def write_lora(folder: Path, text: str = "ok") -> Path:
@@ -44,9 +51,8 @@ def write_lora(folder: Path, text: str = "ok") -> Path:
 class ManualExecutor(Executor):
     """Runs a call when a test says so, in order."""
 
-    def __init__(self, *, at_once: bool = False) -> None:
+    def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
-        self.at_once = at_once
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -58,8 +64,6 @@ class ManualExecutor(Executor):
                 done.set_exception(error)
 
         self.calls.append(call)
-        if self.at_once:
-            self.run()
         return done
 
     def run(self) -> None:

@@ -147,9 +147,13 @@ LORA_RUNNING = Metric(
 LORA_WAITING = Metric(
     "lora", "gauge", "tidewheel_lora_requests_waiting", "Waiting requests of an adapter", "num_waiting", label="lora"
 )
-LORA_REQUESTS = _lora("tidewheel_lora_requests_total", "Started and ended requests of an adapter", "num_requests")
-LORA_PROMPT_TOKENS = _lora("tidewheel_lora_prompt_tokens_total", "Their prompt tokens", "num_prompt_tokens")
-LORA_GENERATION_TOKENS = _lora("tidewheel_lora_generation_tokens_total", "Their output", "num_output_tokens")
+LORA_REQUESTS = _lora("tidewheel_lora_requests_total", "Requests of an adapter", "num_requests")
+LORA_PROMPT_TOKENS = _lora(
+    "tidewheel_lora_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens"
+)
+LORA_GENERATION_TOKENS = _lora(
+    "tidewheel_lora_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
+)
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
 RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")

@@ -17,7 +17,7 @@ from tidewheel.frontend.output import OutputChunk
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.metrics import TABLE
 from tidewheel.request import FinishReason, Priority
-from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram, Objective, TenantFigures
+from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram, LoraFigures, Objective, TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value
@@ -105,6 +105,7 @@ TENANTS = {
     ),
     "other": TenantFigures(num_requests=1),
 }
+LORAS = {"sql": LoraFigures(num_running=2, num_waiting=3, num_requests=9, num_prompt_tokens=70, num_output_tokens=80)}
 STEPS = Histogram(STEP_BOUNDS)
 STEPS.observe(7, count=3)
 
@@ -114,6 +115,7 @@ def test_every_figure_of_the_engine_is_published() -> None:
     for field in EngineStats.__struct_fields__:
         old = getattr(before, field)
         new = {str: "open", list: [1, 1, 1, 1], dict: TENANTS, Histogram: STEPS}.get(type(old), 7)
+        new = LORAS if field == "loras" else new
         MetricFamily.values.clear()
         EngineMetrics(make_info(), LABELS).publish(before)
         published = dict(MetricFamily.values)
@@ -123,7 +125,9 @@ def test_every_figure_of_the_engine_is_published() -> None:
 
 
 def test_a_source_is_a_field_of_its_owner() -> None:
-    figures = {"engine": EngineStats(), "tenant": TenantFigures(), "requests": FrontendStats()}
+    figures = {
+        "engine": EngineStats(), "tenant": TenantFigures(), "lora": LoraFigures(), "requests": FrontendStats()
+    }  # fmt: skip
     for metric in TABLE:
         for field in metric.source.values() if isinstance(metric.source, dict) else filter(None, [metric.source]):
             assert hasattr(figures[metric.owner], field), metric.name
@@ -145,6 +149,15 @@ def test_every_figure_of_a_tenant_is_published() -> None:
         tenants = {"t": TenantFigures(**{field.name: 7})}
         EngineMetrics(make_info(), LABELS).publish(EngineStats(tenants=tenants))
         assert [number for key, number in MetricFamily.values.items() if number and "_tenant_" in key[0]] == [7]
+
+
+def test_figures_by_adapter() -> None:
+    EngineMetrics(make_info(), LABELS).publish(EngineStats(loras=LORAS))
+    for name, expected in {
+        "requests_running": 2, "requests_waiting": 3, "requests_total": 9, "prompt_tokens_total": 70,
+        "generation_tokens_total": 80,
+    }.items():  # fmt: skip
+        assert value(f"tidewheel_lora_{name}", lora="sql", **LABELS) == expected, name
 
 
 def test_figures_of_tenants_go_on_where_another_front_end_stopped() -> None:

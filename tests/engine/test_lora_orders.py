@@ -110,10 +110,11 @@ def test_a_running_engine_takes_another_file_of_names(
     connect: Connect, config: EngineConfig, folder: Path, tmp_path: Path
 ) -> None:
     first = connect(config=config)
-    assert Orders(first).order("load", "new", "new") == ""
+    orders = Orders(first)
+    assert orders.order("load", "new", "new") == ""
     named = {"c": str(write_lora(tmp_path / "c"))}
     changed = EngineConfig.from_settings({**config.to_settings(), "lora_modules": json.dumps(named)})
     target = new_target(folder, changed)._replace(identity=first.status.identity, started=config)
     second = connect(target=target)
     assert first.info.pid == second.info.pid
-    assert Orders(first).names() == ["c", "new"]
+    assert orders.names() == ["c", "new"]

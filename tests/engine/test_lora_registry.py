@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engine.lora_doubles import FakeLoraRunner, FakeScheduler, ManualExecutor, write_lora
+from support.engine.lora_doubles import FakeLoraRunner, FakeSlots, ManualExecutor, write_lora
 from tidewheel.config import EngineConfig
 from tidewheel.engine import lora_registry
 from tidewheel.engine.lora_registry import MAX_ORDERS, RETRY_S, LoraRegistry
@@ -24,7 +24,7 @@ from tidewheel.request_options import RequestOptions
 class Harness:
     def __init__(self, folder: Path, names: str = "", **settings: object) -> None:
         self.folder = folder
-        self.runner, self.scheduler, self.executor = FakeLoraRunner(), FakeScheduler(), ManualExecutor()
+        self.runner, self.slots, self.executor = FakeLoraRunner(), FakeSlots(), ManualExecutor()
         self.answers: list[str | TidewheelError] = []
         self.now = 0.0
         for name in names:
@@ -40,7 +40,7 @@ class Harness:
         """Make a registry, as a new engine does."""
         file = self.folder / lora_registry.FILE
         config = EngineConfig.from_settings(self.settings)
-        self.registry = LoraRegistry(config, self.runner, self.scheduler, file, self.executor)
+        self.registry = LoraRegistry(config, self.runner, self.slots, file, self.executor)
         self.registry.clock = lambda: self.now
         return self.registry
 
@@ -74,7 +74,7 @@ class Harness:
     def ask(self, name: str) -> Lora:
         """Have the scheduler ask for an adapter's weights; return it."""
         lora = self.registry.find(name)
-        self.scheduler.load_lora(lora)
+        self.slots.load(lora)
         self.finish()
         return lora
 
@@ -89,7 +89,7 @@ def test_weights_are_read_when_the_scheduler_asks(tmp_path: Path) -> None:
     lora = harness.registry.find("a")
     assert lora.weights is None
     for _ in range(3):  # at each step
-        harness.scheduler.load_lora(lora)
+        harness.slots.load(lora)
     assert harness.registry.num_reads == 1
     harness.registry.poll()
     assert lora.weights is None
@@ -118,7 +118,7 @@ def test_a_defective_adapter_is_read_again_after_a_while(tmp_path: Path) -> None
     lora = harness.ask("a")
     assert lora.error is not None
     write_lora(tmp_path / "a", "mended")
-    harness.scheduler.load_lora(lora)  # of its requests, which end
+    harness.slots.load(lora)  # of its requests, which end
     assert not harness.registry.num_reads
     with pytest.raises(InvalidRequest, match="rank 64"):
         harness.registry.find("a")
@@ -286,9 +286,9 @@ def test_only_so_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_least_recently_used_weights_make_room(tmp_path: Path) -> None:
     harness = Harness(tmp_path, "abc")
     a, b = harness.ask("a"), harness.ask("b")
-    harness.scheduler.running = {a}
+    harness.slots.running = {a}
     harness.registry.poll()
-    harness.scheduler.running = set()
+    harness.slots.running = set()
     c = harness.ask("c")
     assert [lora.weights is not None for lora in (a, b, c)] == [True, False, True]
 
@@ -296,19 +296,19 @@ def test_the_least_recently_used_weights_make_room(tmp_path: Path) -> None:
 def test_weights_in_use_stay_and_a_load_waits(tmp_path: Path) -> None:
     harness = Harness(tmp_path, "abc")
     a, b = harness.ask("a"), harness.ask("b")
-    harness.scheduler.running, harness.scheduler.waiting = {a}, {b}  # b has not run yet
+    harness.slots.running, harness.slots.waiting = {a}, {b}  # b has not run yet
     c = harness.ask("c")
     assert (a.weights and b.weights) and c.weights is None and not harness.registry.num_reads
-    harness.scheduler.running = {b}
+    harness.slots.running = {b}
     harness.registry.poll()
-    harness.scheduler.running, harness.scheduler.waiting = {a}, {b}  # it has, so others come first
+    harness.slots.running, harness.slots.waiting = {a}, {b}  # it has, so others come first
     harness.ask("c")
     assert b.weights is None and c.weights is not None
 
 
 def test_an_order_reads_though_memory_is_full(tmp_path: Path) -> None:
     harness = Harness(tmp_path, "ab")
-    harness.scheduler.running = {harness.ask("a"), harness.ask("b")}
+    harness.slots.running = {harness.ask("a"), harness.ask("b")}
     write_lora(tmp_path / "c")
     assert harness.load("c") == ""
     lora = harness.registry.find("c")
@@ -317,20 +317,20 @@ def test_an_order_reads_though_memory_is_full(tmp_path: Path) -> None:
 
 def play(harness: Harness, event: str, name: str) -> None:
     """Let clients and the scheduler act on an adapter."""
-    scheduler, known = harness.scheduler, {row["name"] for row in harness.list()}
+    slots, known = harness.slots, {row["name"] for row in harness.list()}
     if event == "load" or (event == "unload" and name in known):
         harness.order(event, name, name if event == "load" else "")
     if event in ("load", "unload") or name not in known:
         return
     lora = harness.registry.find(name)
     if event == "ask":
-        scheduler.waiting.add(lora)
-        scheduler.load_lora(lora)
-    elif event == "run" and lora.weights is not None and len(scheduler.running) < 2:
-        scheduler.running.add(lora)
+        slots.waiting.add(lora)
+        slots.load(lora)
+    elif event == "run" and lora.weights is not None and len(slots.running) < 2:
+        slots.running.add(lora)
     elif event == "end":
-        scheduler.running.discard(lora)
-        scheduler.waiting.discard(lora)
+        slots.running.discard(lora)
+        slots.waiting.discard(lora)
     else:
         harness.finish()
 
@@ -343,24 +343,24 @@ def test_memory_keeps_its_limit_and_what_is_used(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, str]]
 ) -> None:
     harness = Harness(tmp_path_factory.mktemp("loras"), "abcdef", max_loras=2, max_cpu_loras=3)
-    scheduler, made = harness.scheduler, spied_versions(harness.registry)
+    slots, made = harness.slots, spied_versions(harness.registry)
     for event, name in events:
         play(harness, event, name)
         assert sum(lora.weights is not None for lora in made) <= 3
-        assert all(lora.weights is not None for lora in scheduler.running)
+        assert all(lora.weights is not None for lora in slots.running)
     harness.finish()
     # Each adapter that waits is read in the end, if those that were read run and end.
-    for lora in list(scheduler.waiting):
+    for lora in list(slots.waiting):
         for _ in range(len(made)):
-            scheduler.load_lora(lora)
+            slots.load(lora)
             harness.finish()
-            scheduler.running = {one for one in made if one.weights is not None and one is not lora}
+            slots.running = {one for one in made if one.weights is not None and one is not lora}
             harness.registry.poll()
-            scheduler.running = set()
+            slots.running = set()
             if lora.weights is not None:
                 break
         assert lora.weights is not None
-        scheduler.waiting.remove(lora)
+        slots.waiting.remove(lora)
 
 
 def spied_versions(registry: LoraRegistry) -> list[Lora]:

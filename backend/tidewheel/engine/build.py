@@ -120,7 +120,7 @@ def build_loras(
         return None
     if not isinstance(runner, LoraRunner):
         raise ConfigError(f"enable_lora is true, and {runner.info.architecture} takes no adapters: leave it out")
-    loras = LoraRegistry(config, runner, scheduler, folder and folder / FILE)
+    loras = LoraRegistry(config, runner, scheduler.loras, folder and folder / FILE)
     loras.check()
     return loras
 

@@ -17,6 +17,7 @@ from tidewheel.errors import Busy, ConfigError, InternalError, InvalidRequest, N
 from tidewheel.lora import MAX_LORA_NAMES, Lora, parse_loras
 from tidewheel.private_dir import read_value, write_value
 from tidewheel.request_options import RequestOptions
+from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.settings import shown_bytes
 
 log = logging.getLogger(__name__)
@@ -39,16 +40,6 @@ class LoraRunner(Protocol):
         """Return an adapter's weights, on any thread. Raise `ConfigError`."""
 
 
-class LoraUser(Protocol):
-    """Interface of `tidewheel.scheduler.scheduler.Scheduler`."""
-
-    load_lora: Callable[[Lora], None]
-
-    def running_loras(self) -> set[Lora]: ...
-
-    def waiting_loras(self) -> set[Lora]: ...
-
-
 class _Read(NamedTuple):
     folder: Path  # resolved
     stamp: object  # sizes and times of its files
@@ -68,12 +59,12 @@ class LoraRegistry:
         self,
         config: EngineConfig,
         runner: LoraRunner,
-        scheduler: LoraUser,
+        slots: LoraSlots,
         file: Path | None = None,
         executor: Executor | None = None,
     ) -> None:
         self._runner = runner
-        self._scheduler = scheduler
+        self._slots = slots
         self._file = file
         self._executor = executor or ThreadPoolExecutor(1, "loras")
         self._limit = max(config.max_cpu_loras or 4 * config.max_loras, config.max_loras + 1)
@@ -84,7 +75,7 @@ class LoraRegistry:
         # Folders by name (None: unloaded), each with the folder of `lora_modules` at that time.
         self._ordered = (file and read_value(file, dict[str, tuple[str | None, str | None]])) or {}
         self.take_settings(config)
-        scheduler.load_lora = self.load
+        slots.load = self.load
 
     @property
     def num_reads(self) -> int:
@@ -150,7 +141,7 @@ class LoraRegistry:
 
     def poll(self) -> None:
         """Take weights that were read since the last call. Call it between two steps."""
-        for lora in self._scheduler.running_loras() if self._resident else ():
+        for lora in self._slots.running if self._resident else ():
             if lora in self._resident:
                 self._resident[lora] = True
                 self._resident.move_to_end(lora)
@@ -196,7 +187,7 @@ class LoraRegistry:
         excess = len(self._resident) + self._num_reads(is_order=False) + 1 - self._limit
         if excess <= 0:
             return True
-        running, waiting = self._scheduler.running_loras(), self._scheduler.waiting_loras()
+        running, waiting = self._slots.running, self._slots.waiting
         for lora, has_run in list(self._resident.items()):
             is_old = self._loras.get(lora.name) is not lora  # its folder may hold another version by now
             if lora not in running and (lora not in waiting or (has_run and not is_old)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tidewheel.errors import ConfigError
 from tidewheel.lora import Lora
+from tidewheel.scheduler.lora_slots import LoraSlots
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,11 @@ class ManualExecutor(Executor):
             self.calls.pop(0)()
 
 
-@dataclass
-class FakeScheduler:
-    """What a registry knows of a scheduler."""
+class FakeSlots(LoraSlots):
+    """What a registry knows of a scheduler, as a test says."""
 
-    running: set[Lora] = field(default_factory=set)
-    waiting: set[Lora] = field(default_factory=set)
-    load_lora: Callable[[Lora], None] = lambda _: None
+    running: set[Lora] = set()  # type: ignore[assignment]  # noqa: RUF012 - an instance has its own
+    waiting: set[Lora] = set()  # type: ignore[assignment]  # noqa: RUF012 - an instance has its own
 
-    def running_loras(self) -> set[Lora]:
-        return self.running
-
-    def waiting_loras(self) -> set[Lora]:
-        return self.waiting
+    def __init__(self) -> None:
+        self.running, self.waiting = set(), set()

@@ -183,7 +183,7 @@ test-sanitized: venv build/gcc-sanitized
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest -q -p no:faulthandler \
 		tests/kernels/test_grouped_linear.py tests/kernels/test_packed_linear.py tests/kernels/test_decode_layers.py \
-		tests/kernels/test_cache_of_codes.py
+		tests/kernels/test_cache_of_codes.py tests/kernels/test_lora.py
 
 build/gcc-sanitized:
 	@mkdir -p $(@D)

@@ -63,11 +63,20 @@ def _mend_conversions() -> None:
     interpreter._convert_float = mended
 
 
+def _floats(operand: Any) -> Any:
+    """Return an operand of `tl.dot` in float32: the interpreter has bfloat16 as bits."""
+    from triton.language import bfloat16
+
+    if operand.dtype.scalar == bfloat16:
+        return (operand.data.astype(np.uint32) << 16).view(np.float32)
+    return operand.data.astype(np.float32)
+
+
 def _rounded_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
     """Add product after product: a BLAS may choose the order by an element's place in the tile."""
     from triton.runtime.interpreter import TensorHandle
 
-    left, right, total = a.data.astype(np.float32), b.data.astype(np.float32), d.data
+    left, right, total = _floats(a), _floats(b), d.data
     for k in range(left.shape[1]):
         total = total + left[:, k, None] * right[None, k, :]
     return TensorHandle(total, d.dtype.scalar)

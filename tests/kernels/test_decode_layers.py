@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from support.kernels.kernel_harness import RATIO, PagedBatch, assert_close, needs_compiler, paged_batch, rounded_cache
+from support.kernels.lora_stacks import drawn_stack, grouped
 from tidewheel_kernels import paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, LinearWeights, fits_decode_layers
 from tidewheel_kernels.grouped_linear import LaneWeights, arrange, grouped_linear, quantize_groups
 from tidewheel_kernels.kv_cache.codes import scales_behind
+from tidewheel_kernels.lora import LoraGroups, LoraStack, add_lora
+from tidewheel_kernels.lora.stacks import HostLoraStack, StaticLoraStack
 from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear
 
 pytestmark = needs_compiler
@@ -59,19 +62,58 @@ def model(
     return Model(layers, HeadShape(group * KV_HEADS, KV_HEADS, HEAD_DIM), torch.cat((angles.cos(), angles.sin()), 1))
 
 
-def product(x: torch.Tensor, linear: LinearWeights) -> torch.Tensor:
+class Adapters(NamedTuple):
+    stacks: list[LoraStack | None]
+    groups: LoraGroups | None = None
+
+
+def adapters(of: Model, dtype: torch.dtype, kind: type[LoraStack] = HostLoraStack) -> Adapters:
+    """Draw three adapters of uneven ranks; the last layer's output matrix has none."""
+    q_width = of.heads.num_q_heads * HEAD_DIM
+    sizes = [
+        (HIDDEN, (q_width, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)),
+        (q_width, (HIDDEN,)),
+        (HIDDEN, (INTERMEDIATE, INTERMEDIATE)),
+        (INTERMEDIATE, (HIDDEN,)),
+    ]
+    stacks: list[LoraStack | None] = [
+        drawn_stack(
+            kind, inputs, outputs, [[5, 0, 16][: len(outputs)], [20] * len(outputs), [1] * len(outputs)], dtype
+        )
+        for _ in of.layers
+        for inputs, outputs in sizes
+    ]
+    stacks[-3] = None
+    return Adapters(stacks)
+
+
+NO_ADAPTERS = Adapters([None] * 8)
+
+
+def product(
+    x: torch.Tensor, linear: LinearWeights, stack: LoraStack | None, groups: LoraGroups | None
+) -> torch.Tensor:
     weights, bias = linear
-    return grouped_linear(x, weights, bias) if isinstance(weights, LaneWeights) else packed_linear(x, weights, bias)
+    out = grouped_linear(x, weights, bias) if isinstance(weights, LaneWeights) else packed_linear(x, weights, bias)
+    if stack is not None and groups is not None:
+        add_lora(out, x, stack, groups)
+    return out
 
 
 def by_operations(
-    of: Model, x: torch.Tensor, batch: PagedBatch, positions: torch.Tensor, caches: Sequence[torch.Tensor]
+    of: Model,
+    x: torch.Tensor,
+    batch: PagedBatch,
+    positions: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    lora: Adapters = NO_ADAPTERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     residual = torch.zeros_like(x)
     num_q_heads, num_kv_heads, head_dim = of.heads
-    for layer, cache in zip(of.layers, caches, strict=True):
+    for index, (layer, cache) in enumerate(zip(of.layers, caches, strict=True)):
+        qkv, output, gate_up, down = lora.stacks[4 * index : 4 * index + 4]
         normed, residual = rms_norm(x, layer.input_norm, EPS, residual)
-        heads = product(normed, layer.qkv).view(len(x), -1, head_dim)
+        heads = product(normed, layer.qkv, qkv, lora.groups).view(len(x), -1, head_dim)
         q, k, v = heads.split((num_q_heads, num_kv_heads, num_kv_heads), 1)
         rope_and_cache(
             q, k, v, of.cos_sin, positions, batch.meta.slot_mapping, *cache,
@@ -80,23 +122,35 @@ def by_operations(
         attended = paged_attention(
             q, *cache, batch.meta, scale=head_dim**-0.5, sliding_window=layer.sliding_window
         ).view(len(x), -1)
-        normed, residual = rms_norm(product(attended, layer.output), layer.mlp_norm, EPS, residual)
-        x = product(silu_and_mul(product(normed, layer.gate_up)), layer.down)
+        normed, residual = rms_norm(
+            product(attended, layer.output, output, lora.groups), layer.mlp_norm, EPS, residual
+        )
+        activated = silu_and_mul(product(normed, layer.gate_up, gate_up, lora.groups))
+        x = product(activated, layer.down, down, lora.groups)
     return x, residual
 
 
-def check(of: Model, dtype: torch.dtype, seq_lens: Sequence[int], *, has_codes: bool = False) -> None:
+def check(
+    of: Model,
+    dtype: torch.dtype,
+    seq_lens: Sequence[int],
+    *,
+    has_codes: bool = False,
+    lora: Adapters = NO_ADAPTERS,
+) -> None:
     batch = paged_batch([(1, length) for length in seq_lens], group=1, dtype=dtype)
     lengths = batch.meta.seq_lens.long()
     positions = (lengths - 1).clamp(min=0)
     blocks = batch.meta.block_tables[torch.arange(len(seq_lens)), positions // 16].long()
     batch.meta.slot_mapping.copy_(torch.where(lengths > 0, blocks * 16 + positions % 16, -1))
     layers = DecodeLayers(*of, EPS)
+    if lora is not NO_ADAPTERS:
+        layers.use_lora(lora.stacks)
     copied = rounded_cache if has_codes else torch.clone
     caches = [[tuple(map(copied, batch[1:3])) for _ in of.layers] for _ in range(2)]
     x = torch.randn(len(seq_lens), HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = by_operations(of, x, batch, positions, caches[0])
-    residual = layers.run(x, positions, batch.meta, caches[1])
+    expected = by_operations(of, x, batch, positions, caches[0], lora)
+    residual = layers.run(x, positions, batch.meta, caches[1], lora.groups)
     for name, wanted, got in zip(("output", "residual"), expected, (x, residual), strict=True):
         assert_close(name, wanted, got, 4 * RATIO[dtype] * (1 if dtype == torch.bfloat16 else 100))
     for pair in zip(*caches, strict=True):
@@ -126,6 +180,45 @@ def test_equals_single_operations(has_extras: bool, seq_lens: tuple[int, ...], b
 def test_equals_single_operations_with_a_cache_of_codes(window: int, dtype: torch.dtype) -> None:
     of = model((8, 4), dtype, group=3, has_norms=True, has_bias=False, window=window)
     check(of, dtype, (40, 17, 0, 3), has_codes=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("slots", [(1,), (2, -1, 0, 2)], ids=str)
+def test_equals_single_operations_with_adapters(slots: tuple[int, ...], bits: int, dtype: torch.dtype) -> None:
+    if not bits and not can_pack(dtype):
+        pytest.skip("oneDNN packs no weights of this dtype here")
+    of = model((bits, bits), dtype, group=3, has_norms=False, has_bias=True, window=0)
+    if not fits_decode_layers(of.layers, of.heads):
+        pytest.skip("oneDNN's layout for this processor is not known")
+    drawn = adapters(of, dtype)._replace(groups=grouped(slots))
+    check(of, dtype, (40, 17, 9, 3)[: len(slots)], lora=drawn)
+
+
+def test_adapters_change_no_row_without_one_and_no_later_step() -> None:
+    of = model((8, 4), torch.float32, group=3, has_norms=True, has_bias=True, window=0)
+    batch = paged_batch([(1, length) for length in (5, 20, 3)], group=1)
+    positions = batch.meta.seq_lens.long() - 1
+    batch.meta.slot_mapping.fill_(-1)
+    caches, layers = [tuple(cache.nan_to_num() for cache in batch[1:3])] * 2, DecodeLayers(*of, EPS)
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(2))
+    plain, mixed, after = x.clone(), x.clone(), x.clone()
+    layers.run(plain, positions, batch.meta, caches)
+    layers.use_lora(adapters(of, torch.float32).stacks)
+    assert layers.takes_lora
+    layers.run(mixed, positions, batch.meta, caches, grouped((-1, 1, -1)))
+    layers.run(after, positions, batch.meta, caches)
+    assert torch.equal(mixed[::2], plain[::2]) and not torch.isclose(mixed[1], plain[1]).all()
+    assert torch.equal(after, plain)
+
+
+def test_adapters_that_the_kernel_cannot_read_are_left_to_operations() -> None:
+    of = model((8, 4), torch.float32, group=3, has_norms=True, has_bias=True, window=0)
+    layers = DecodeLayers(*of, EPS)
+    assert not layers.takes_lora
+    for dtype, kind in ((torch.bfloat16, HostLoraStack), (torch.float32, StaticLoraStack)):
+        layers.use_lora(adapters(of, dtype, kind).stacks)
+        assert not layers.takes_lora
 
 
 @pytest.mark.parametrize("setting", ["torch", "rms_norm=reference", "paged_attention=torch"])

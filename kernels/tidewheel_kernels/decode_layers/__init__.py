@@ -129,8 +129,9 @@ class DecodeLayers:
         self.takes_lora = all(
             stack is None or address is not None for stack, address in zip(stacks, addresses, strict=True)
         )
-        self._lora_addresses = (ctypes.c_void_p * (len(self._layers) * structures.LINEARS))(*addresses)
-        self._step.lora_stacks = ctypes.addressof(self._lora_addresses)
+        pointers = (ctypes.c_void_p * (len(self._layers) * structures.LINEARS))(*addresses)
+        self._step.lora_stacks = ctypes.addressof(pointers)
+        self._kept_lora = stacks, pointers
         self._lora_width = max((stack.width for stack in stacks if stack is not None), default=0)
 
     def run(

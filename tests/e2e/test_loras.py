@@ -214,7 +214,7 @@ def test_load_and_unload_by_a_command(
     assert main(["load", MODEL, "--lora", f"later={repository.loras / 'later'}", *port]) == 0
     check_all(server, repository, ("", "later"))
     assert main(["unload", MODEL, "--lora", "later", *port]) == 0
-    assert main(["load", MODEL, "--lora", f"later={repository.loras / 'absent'}", *port]) == 1
+    assert main(["load", MODEL, "--lora", f"later={repository.loras / 'absent'}", *port]) == 2
     assert str(repository.loras / "absent") in capsys.readouterr().err
 
 

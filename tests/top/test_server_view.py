@@ -208,6 +208,33 @@ def test_a_recorded_overload_as_text_and_json() -> None:
     assert 0 < read["cache"]["use"] < 1
 
 
+def adapter(name: str, tokens: float, running: float = 0) -> str:
+    figures = {
+        "requests_running": running,
+        "requests_waiting": 2,
+        "requests_total": 7,
+        "generation_tokens_total": tokens,
+    }
+    return "".join(counted(f"tidewheel_lora_{figure}", value, lora=name) for figure, value in figures.items())
+
+
+def test_adapters() -> None:
+    before = page(more=adapter("sql", 0) + adapter(r"b\\x1b", 5))
+    view = second_look(before, page(more=adapter("sql", 400, running=3) + adapter(r"b\\x1b", 5)), seconds=10.0)
+    assert [one.name for one in view.loras] == ["sql", r"b\x1b"]
+    first = view.loras[0]
+    assert (first.running, first.waiting, first.output_tokens_rate, first.output_tokens) == (3, 2, 40, 400)
+    assert first.prompt_tokens_rate is None
+    (line,) = (line.split() for line in as_text(view).splitlines() if line.split()[:1] == ["sql"])
+    assert line[1:3] == ["3", "2"]
+    many = second_look(page(more="".join(adapter(f"a{number:02}", number) for number in range(33))))
+    text = as_text(many)
+    assert "adapters, 25 more not shown" in text
+    assert "a32" in text
+    assert "a24" not in text
+    assert "adapters" not in as_text(second_look(page()))
+
+
 @pytest.mark.parametrize(
     ("text", "model", "words"),
     [

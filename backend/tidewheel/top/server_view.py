@@ -20,6 +20,7 @@ from tidewheel.top.metric_changes import PageChange, label_values
 
 Figure = float | None
 Line = TypeVar("Line", bound=msgspec.Struct)
+TokenLine = TypeVar("TokenLine", "TenantLine", "LoraLine")
 _BREAKER = ("closed", "half open", "open")
 
 
@@ -58,7 +59,8 @@ class ServerView(msgspec.Struct, kw_only=True):
     summary: str = ""  # in a sentence
     traffic: Annotated[Traffic, partial(read, Traffic)]
     classes: list[ClassLine]
-    tenants: Annotated[list[TenantLine], tenants]
+    tenants: Annotated[list[TenantLine], busiest, TenantLine, metrics.TENANT_REQUESTS, "tenant"]
+    loras: Annotated[list[LoraLine], busiest, LoraLine, metrics.LORA_REQUESTS, "lora"]  # adapters
     cache: Annotated[CacheLine, partial(read, CacheLine)]
     steps: Annotated[StepLine, partial(read, StepLine)]
     errors: list[ErrorLine]
@@ -110,6 +112,16 @@ class TenantLine(msgspec.Struct, kw_only=True):
     output_tokens_rate: Annotated[Figure, PageChange.rate, metrics.TENANT_GENERATION_TOKENS]
     output_tokens: Annotated[Figure, PageChange.total, metrics.TENANT_GENERATION_TOKENS]
     objectives: Annotated[Figure, PageChange.ratio, metrics.TENANT_OBJECTIVES_MET, metrics.TENANT_OBJECTIVES]
+
+
+class LoraLine(msgspec.Struct, kw_only=True):
+    name: str
+    running: Annotated[Figure, PageChange.total, metrics.LORA_RUNNING]
+    waiting: Annotated[Figure, PageChange.total, metrics.LORA_WAITING]
+    requests_rate: Annotated[Figure, PageChange.rate, metrics.LORA_REQUESTS]
+    prompt_tokens_rate: Annotated[Figure, PageChange.rate, metrics.LORA_PROMPT_TOKENS]
+    output_tokens_rate: Annotated[Figure, PageChange.rate, metrics.LORA_GENERATION_TOKENS]
+    output_tokens: Annotated[Figure, PageChange.total, metrics.LORA_GENERATION_TOKENS]
 
 
 class CacheLine(msgspec.Struct, kw_only=True):
@@ -181,9 +193,9 @@ def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[
     ]
 
 
-def tenants(change: PageChange) -> list[TenantLine]:
-    names = label_values(change.after, metrics.TENANT_REQUESTS, "tenant")
-    lines = (read(TenantLine, change, labels={"tenant": name}, name=name) for name in names)
+def busiest(change: PageChange, cls: type[TokenLine], metric: metrics.Metric, label: str) -> list[TokenLine]:
+    """Return a line for each tenant or adapter that is a value of the metric's label."""
+    lines = (read(cls, change, labels={label: name}, name=name) for name in label_values(change.after, metric, label))
     return sorted(lines, key=lambda one: -(one.output_tokens or 0.0))
 
 

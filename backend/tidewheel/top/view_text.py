@@ -7,9 +7,9 @@ from tidewheel.bench.tables import NOTHING, TextTable, number
 from tidewheel.errors import Busy, printable
 from tidewheel.request import Priority
 from tidewheel.settings import shown_bytes
-from tidewheel.top.server_view import ClassLine, ErrorLine, RankLine, RequestLine, ServerView, TenantLine
+from tidewheel.top.server_view import ClassLine, ErrorLine, LoraLine, RankLine, RequestLine, ServerView, TenantLine
 
-MAX_TENANTS = 8  # shown
+MAX_BUSIEST = 8  # tenants and adapters that are shown
 MAX_PLAIN_REQUESTS = 20  # of --once
 _INDENT = "  "
 _FULL, _EMPTY = "█", "░"
@@ -76,6 +76,15 @@ _TENANT_COLUMNS: Columns[TenantLine] = (
     ("out in all", lambda one: count(one.output_tokens)),
     ("objectives", lambda one: percent(one.objectives)),
 )
+_LORA_COLUMNS: Columns[LoraLine] = (
+    ("adapter", lambda one: printable(one.name)),
+    ("running", lambda one: count(one.running)),
+    ("waiting", lambda one: count(one.waiting)),
+    ("requests", lambda one: per_second(one.requests_rate)),
+    ("tokens in", lambda one: per_second(one.prompt_tokens_rate)),
+    ("tokens out", lambda one: per_second(one.output_tokens_rate)),
+    ("out in all", lambda one: count(one.output_tokens)),
+)
 _ERROR_COLUMNS: Columns[ErrorLine] = (
     ("error", lambda one: printable(one.tag)),
     ("refused", lambda one: count(one.refused)),
@@ -104,12 +113,11 @@ def panels(view: ServerView) -> list[TextSection]:
 
 
 def tables(view: ServerView) -> list[TextSection]:
-    more = len(view.tenants) - MAX_TENANTS
-    tenants = f"tenants, {more} more not shown" if more > 0 else "tenants"
     errors = _ERROR_COLUMNS if view.gateway is not None else _ERROR_COLUMNS[:-1]
     return [
         _table("classes", _CLASS_COLUMNS, view.classes),
-        _table(tenants, _TENANT_COLUMNS, view.tenants[:MAX_TENANTS]),
+        _busiest("tenants", _TENANT_COLUMNS, view.tenants),
+        _busiest("adapters", _LORA_COLUMNS, view.loras),
         _table("errors since the start (docs/errors.md)", errors, view.errors),
         _table(f"{len(view.ranks)} ranks", _RANK_COLUMNS, view.ranks),
     ]
@@ -199,6 +207,11 @@ def _cache(view: ServerView) -> TextSection:
     if one.host_blocks:
         rows.append(("host blocks free", f"{count(one.host_blocks_free)} of {count(one.host_blocks)}"))
     return _pairs("KV cache", rows)
+
+
+def _busiest(what: str, columns: Columns[Line], lines: Sequence[Line]) -> TextSection:
+    more = len(lines) - MAX_BUSIEST
+    return _table(f"{what}, {more} more not shown" if more > 0 else what, columns, lines[:MAX_BUSIEST])
 
 
 def _table(title: str, columns: Columns[Line], lines: Sequence[Line]) -> TextSection:

@@ -23,18 +23,12 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, StepOutputs
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import (
-    LoadedRunner,
-    RankedRunner,
-    build_loras,
-    build_scheduler,
-    engine_info,
-    load_model_runner,
-)
+from tidewheel.engine.build import LoadedRunner, RankedRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
 from tidewheel.engine.grammar_queue import GrammarCache
+from tidewheel.engine.lora_registry import LoraRegistry
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
-from tidewheel.engine.requests import check_lora_is_enabled, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, Outputs
@@ -126,9 +120,8 @@ class LLM(AbstractContextManager["LLM"]):
         self._open: dict[str, tuple[_Prompt, int]] = {}  # unfinished sequences by request id
         config = replace(self.config, max_waiting_requests=_UNLIMITED, max_waiting_tokens=_UNLIMITED)
         self._scheduler = build_scheduler(config, self.info, time.monotonic)
-        self._loras = build_loras(config, runner, self._scheduler)
-        receive = (lambda: None) if self._loras is None else self._loras.poll
-        self._core: EngineCore | None = EngineCore(self._scheduler, runner, self._deliver, receive=receive)
+        self._loras = LoraRegistry(config, runner, self._scheduler.loras)
+        self._core: EngineCore | None = EngineCore(self._scheduler, runner, self._deliver, receive=self._loras.poll)
 
     def generate(
         self,
@@ -169,7 +162,7 @@ class LLM(AbstractContextManager["LLM"]):
             with tqdm(total=len(self._open), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
                 while self._open or core.has_unfinished:
                     num_open = len(self._open)
-                    if not core.step() and self._loras is not None:
+                    if not core.step():
                         self._loras.wait()
                     bar.update(num_open - len(self._open))
         finally:
@@ -179,15 +172,13 @@ class LLM(AbstractContextManager["LLM"]):
     def load_lora(self, name: str, path: str | Path) -> None:
         """Read an adapter for requests of its name. Raise `InvalidRequest`, `NotFound` or `Unsupported`."""
         self._open_core()
-        check_lora_is_enabled(RequestOptions(lora_name=name), self.info)
-        assert self._loras is not None
-        errors: list[TidewheelError | None] = []
-        self._loras.read_new(name, Path(path), lambda _, error: errors.append(error))
-        while not errors:
+        outcomes: list[FinishReason | TidewheelError] = []
+        self._loras.read_new(name, Path(path).absolute(), outcomes.append)
+        while not outcomes:
             self._loras.wait()
             self._loras.poll()
-        if errors[0] is not None:
-            raise errors[0]
+        if isinstance(outcomes[0], TidewheelError):
+            raise outcomes[0]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
         """End a session and free its KV blocks. Raise `NotFound` if unknown."""
@@ -240,7 +231,7 @@ class LLM(AbstractContextManager["LLM"]):
             seed=self._seeds.getrandbits(64),
             now=now_ns * 1e-9,
             grammar=self._grammar(message) if message.grammar else None,
-            lora=self._loras.find(options.lora_name) if options.lora_name and self._loras is not None else None,
+            lora=self._loras.find(options.lora_name),
         )
         return _Prompt(requests, outputs)
 

@@ -24,6 +24,7 @@ _counter = partial(Metric, "engine", "counter")
 _class_gauge = partial(Metric, "engine", "gauge", label="class")
 _class_counter = partial(Metric, "engine", "counter", label="class")
 _tenant = partial(Metric, "tenant", "counter", label="tenant")
+_lora_gauge = partial(Metric, "lora", "gauge", label="lora")
 _lora = partial(Metric, "lora", "counter", label="lora")
 _requests = partial(Metric, "requests", "counter")
 _histogram = partial(Metric, "requests", "histogram")
@@ -141,19 +142,11 @@ TENANT_OBJECTIVES_MET = _tenant(
 )
 
 # Figures of a LoRA adapter: fields of `stats.LoraFigures`. The busiest have labels, `other` is the rest.
-LORA_RUNNING = Metric(
-    "lora", "gauge", "tidewheel_lora_requests_running", "Running requests of an adapter", "num_running", label="lora"
-)
-LORA_WAITING = Metric(
-    "lora", "gauge", "tidewheel_lora_requests_waiting", "Waiting requests of an adapter", "num_waiting", label="lora"
-)
+LORA_RUNNING = _lora_gauge("tidewheel_lora_requests_running", "Running requests of an adapter", "num_running")
+LORA_WAITING = _lora_gauge("tidewheel_lora_requests_waiting", "Waiting requests of an adapter", "num_waiting")
 LORA_REQUESTS = _lora("tidewheel_lora_requests_total", "Requests of an adapter", "num_requests")
-LORA_PROMPT_TOKENS = _lora(
-    "tidewheel_lora_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens"
-)
-LORA_GENERATION_TOKENS = _lora(
-    "tidewheel_lora_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
-)
+LORA_PROMPT_TOKENS = _lora("tidewheel_lora_prompt_tokens_total", "Prompt tokens of requests", "num_prompt_tokens")
+LORA_GENERATION_TOKENS = _lora("tidewheel_lora_generation_tokens_total", "Generated tokens", "num_output_tokens")
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
 RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")

@@ -79,21 +79,16 @@ def test_everything_arrives() -> None:
 
 
 def test_adapters_share_no_blocks() -> None:
-    info = msgspec.structs.replace(INFO, enable_lora=True)
+    config = EngineConfig(model="m", enable_lora=True)
     seen = set()
     for version in (None, 1, 11):
         lora = None if version is None else Lora("sql", version, Path("a"))
         for salt in ("", "1:", ":", "11:x"):
             message = add_request(7, prompt_bytes(1), SamplingParams(), cache_salt=salt)
-            (request,) = to_requests(message, info, CONFIG, request_ids=["r"], seed=5, now=0.0, lora=lora)
+            (request,) = to_requests(message, INFO, config, request_ids=["r"], seed=5, now=0.0, lora=lora)
             assert request.lora is lora
             seen.add(request.cache_salt)
     assert len(seen) == 12
-
-
-def test_adapters_that_are_not_enabled() -> None:
-    with pytest.raises(Unsupported, match=r"LoRA feature is not enabled\. Set enable_lora to true"):
-        convert(lora_name="sql")
 
 
 def test_how_it_is_served_arrives() -> None:

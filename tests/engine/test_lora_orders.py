@@ -14,9 +14,8 @@ from support.engine.engine_clients import Client, request
 from support.engine.faulty_engine import DIES
 from support.engine.lora_doubles import write_lora
 from tidewheel.config import EngineConfig
-from tidewheel.engine.folder import LOG, new_target
+from tidewheel.engine.folder import LOG, LORAS, new_target
 from tidewheel.engine.launcher import stop_engine
-from tidewheel.engine.lora_registry import FILE
 
 Connect = Callable[..., Client]
 
@@ -90,7 +89,7 @@ def test_a_restarted_engine_knows_what_was_loaded(connect: Connect, config: Engi
     orders = Orders(client)
     assert orders.order("load", "mine", "new") == ""
     assert orders.order("unload", "a") == ""
-    assert (folder.parent / FILE).is_file()
+    assert (folder.parent / LORAS).is_file()
     client.add(request(1, DIES))
     client.recorder.wait_ended(1)
     assert orders.names() == ["b", "mine"]

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from support.engine.lora_doubles import FakeLoraRunner, FakeSlots, ManualExecutor, write_lora
 from tidewheel.config import EngineConfig
 from tidewheel.engine import lora_registry
-from tidewheel.engine.lora_registry import MAX_ORDERS, RETRY_S, LoraRegistry
+from tidewheel.engine.folder import LORAS
+from tidewheel.engine.lora_registry import MAX_READS, LoraRegistry
 from tidewheel.errors import Busy, InternalError, InvalidRequest, NotFound, TidewheelError
 from tidewheel.lora import Lora
+from tidewheel.request import FinishReason
 from tidewheel.request_options import RequestOptions
 
 
@@ -26,7 +28,6 @@ class Harness:
         self.folder = folder
         self.runner, self.slots, self.executor = FakeLoraRunner(), FakeSlots(), ManualExecutor()
         self.answers: list[str | TidewheelError] = []
-        self.now = 0.0
         for name in names:
             write_lora(folder / name)
         modules = {name: str(folder / name) for name in names}
@@ -38,15 +39,15 @@ class Harness:
 
     def start(self) -> LoraRegistry:
         """Make a registry, as a new engine does."""
-        file = self.folder / lora_registry.FILE
+        file = self.folder / LORAS
         config = EngineConfig.from_settings(self.settings)
-        self.registry = LoraRegistry(config, self.runner, self.slots, file, self.executor)
-        self.registry.clock = lambda: self.now
+        self.registry = LoraRegistry(config, self.runner, self.slots, file)
+        self.registry._executor = self.executor
         return self.registry
 
     def order(self, order: str, name: str = "", path: str = "") -> None:
-        def answer(text: str, error: TidewheelError | None) -> None:
-            self.answers.append(error or text)
+        def answer(outcome: FinishReason | TidewheelError, text: str = "") -> None:
+            self.answers.append(outcome if isinstance(outcome, TidewheelError) else text)
 
         self.registry.take_order(RequestOptions(lora_order=order, lora_name=name, lora_path=path), answer)
 
@@ -103,7 +104,7 @@ def test_defects_are_logged_before_the_first_request(tmp_path: Path, caplog: pyt
     harness = Harness(tmp_path, "abc")
     write_lora(tmp_path / "b", "broken")
     with caplog.at_level(logging.INFO):
-        harness.registry.check()
+        harness.start()
     assert [record.getMessage() for record in caplog.records] == [
         "LoRA b: b: rank 64 is over max_lora_rank 16", "adapters: 3"
     ]  # fmt: skip
@@ -122,7 +123,7 @@ def test_a_defective_adapter_is_read_again_after_a_while(tmp_path: Path) -> None
     assert not harness.registry.num_reads
     with pytest.raises(InvalidRequest, match="rank 64"):
         harness.registry.find("a")
-    harness.now = RETRY_S
+    lora.retry_at = 0.0
     again = harness.ask("a")
     assert again is not lora and again.weights.text == "mended"
 
@@ -179,7 +180,7 @@ def test_files_that_change_under_a_version(tmp_path: Path) -> None:
     os.utime(tmp_path / "a" / "weights", (1, 1))
     harness.ask("a")
     assert lora.error is not None and "files changed after they were read" in lora.error.message
-    harness.now = RETRY_S
+    lora.retry_at = 0.0
     assert harness.ask("a").weights.text == "another"
 
 
@@ -229,11 +230,11 @@ def test_orders_outlive_an_engine(tmp_path: Path) -> None:
     assert {row["name"]: row["path"] for row in harness.list()} == {
         "b": str(tmp_path / "c"), "c": str(tmp_path / "c")
     }  # fmt: skip
-    assert "gone" not in (tmp_path / lora_registry.FILE).read_text()
+    assert "gone" not in (tmp_path / LORAS).read_text()
 
 
 def test_a_file_of_orders_that_nothing_can_read(tmp_path: Path) -> None:
-    (tmp_path / lora_registry.FILE).write_text('{"a": 5}')
+    (tmp_path / LORAS).write_text('{"a": 5}')
     assert [row["name"] for row in Harness(tmp_path, "b").list()] == ["b"]
 
 
@@ -266,12 +267,12 @@ def test_a_changed_file_of_names(tmp_path: Path) -> None:
 def test_only_so_many_orders_wait(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     write_lora(tmp_path / "a")
-    for number in range(MAX_ORDERS):
+    for number in range(MAX_READS):
         harness.order("load", f"a{number}", "a")
-    with pytest.raises(Busy, match="orders to load adapters wait"):
+    with pytest.raises(Busy, match="64 adapters wait to be read"):
         harness.order("load", "late", "a")
     harness.finish()
-    assert harness.answers == [""] * MAX_ORDERS
+    assert harness.answers == [""] * MAX_READS
 
 
 def test_only_so_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,45 +260,30 @@ def test_a_session_is_paused_without_a_prompt(harness: FrontendHarness) -> None:
     assert [(chunk.text, chunk.finish_reason) for chunk in sink.chunks] == [("", "stop")]
 
 
-@pytest.fixture
-def loras(tmp_path: Path) -> Iterator[FrontendHarness]:
-    made = FrontendHarness(tmp_path, enable_lora=True)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(
     "order",
     [{"lora_order": "load", "lora_name": "sql", "lora_path": "a/sql"}, {"lora_order": "unload", "lora_name": "sql"},
      {"lora_order": "list"}],
     ids=str,
 )  # fmt: skip
-def test_an_order_about_adapters_is_answered_with_a_text(loras: FrontendHarness, order: dict[str, str]) -> None:
-    sink = loras.submit_at_now(parameters=order, text="")
-    loras.engine.wait(lambda: bool(loras.engine.closed))
-    (message,) = loras.engine.closed
+def test_an_order_about_adapters_is_answered_with_a_text(harness: FrontendHarness, order: dict[str, str]) -> None:
+    sink = harness.submit_at_now(parameters=order, text="")
+    harness.engine.wait(lambda: bool(harness.engine.closed))
+    (message,) = harness.engine.closed
     assert message.options == RequestOptions(**order)
-    loras.deliver(message.key, [], "stop", index=WHOLE_REQUEST, answer="[]")
+    harness.deliver(message.key, [], "stop", index=WHOLE_REQUEST, answer="[]")
     sink.wait_end()
     assert [(chunk.text, chunk.finish_reason) for chunk in sink.chunks] == [("[]", "stop")]
-    assert "takes none" in loras.refuse(text="Hello", parameters=order)
+    assert "takes none" in harness.refuse(text="Hello", parameters=order)
 
 
-def test_a_request_names_its_adapter(loras: FrontendHarness) -> None:
+def test_a_request_names_its_adapter(harness: FrontendHarness) -> None:
     for parameters in ({"lora_name": "sql"}, {"lora_name": b"sql"}):
-        key, _ = loras.submit(parameters=parameters)
-        assert loras.message(key).options.lora_name == "sql"
-    assert "lora_name does not go with the task tokenize" in loras.refuse(
+        key, _ = harness.submit(parameters=parameters)
+        assert harness.message(key).options.lora_name == "sql"
+    assert "lora_name does not go with the task tokenize" in harness.refuse(
         text="Hello", task="tokenize", parameters={"lora_name": "sql"}
     )
-
-
-def test_adapters_that_are_not_enabled(harness: FrontendHarness) -> None:
-    refusal = "[TW-UNSUPPORTED] LoRA feature is not enabled. Set enable_lora to true"
-    assert harness.refuse(text="Hello", parameters={"lora_name": "sql"}) == refusal
-    assert harness.refuse(text="", parameters={"lora_order": "unload", "lora_name": "sql"}) == refusal
-    harness.submit_at_now(parameters={"lora_order": "list"}, text="")  # answered by the engine
-    harness.engine.wait(lambda: bool(harness.engine.closed))
 
 
 # --- what is built for a request, and when ------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import msgspec
 
 from tidewheel.config import SIZED, EngineConfig, SchedulingSettings
 from tidewheel.engine.core import Runner
-from tidewheel.engine.lora_registry import FILE, LoraRegistry, LoraRunner
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
@@ -78,7 +77,6 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
     info = EngineInfo(
         pid=os.getpid(),
         enable_prefix_caching=config.enable_prefix_caching,
-        enable_lora=config.enable_lora,
         max_logprobs=config.max_logprobs,
         async_scheduling=is_async(config, runner.device),
         tenants=parse_tenants(config.tenants),
@@ -107,22 +105,6 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], 
     if config.record:
         return RecordingScheduler(settings, kv, open_recorder(config, info), clock)
     return Scheduler(settings, kv)
-
-
-def build_loras(
-    config: EngineConfig, runner: LoadedRunner, scheduler: Scheduler, folder: Path | None = None
-) -> LoraRegistry | None:
-    """Return the adapters; None if they are not enabled. `folder` keeps the orders of clients.
-
-    Raise `ConfigError` for a model that takes no adapters.
-    """
-    if not config.enable_lora:
-        return None
-    if not isinstance(runner, LoraRunner):
-        raise ConfigError(f"enable_lora is true, and {runner.info.architecture} takes no adapters: leave it out")
-    loras = LoraRegistry(config, runner, scheduler.loras, folder and folder / FILE)
-    loras.check()
-    return loras
 
 
 def session_limits(config: EngineConfig) -> SessionLimits:

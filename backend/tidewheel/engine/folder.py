@@ -25,6 +25,7 @@ LOG = "engine.log"
 STATUS = "status.json"
 CURRENT = "current"  # link to the serving engine's folder
 DEATHS = "backoff.json"
+LORAS = "loras.json"  # in the folder of a model's engines
 HEARTBEAT = "heartbeat"
 
 IDENTITY_CHARS = 10

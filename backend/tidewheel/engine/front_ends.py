@@ -122,17 +122,11 @@ class FrontEnds:
         route = self._routes.get(request_id)
         return [] if route is None else list(reversed(route.front_end.request_ids[route.key].values()))
 
-    def end(
-        self,
-        front_end: FrontEnd,
-        key: int,
-        reason: FinishReason,
-        error: TidewheelError | None = None,
-        answer: str = "",
-    ) -> None:
-        """Queue a final delta for a key without open sequences, such as a refused request's."""
-        sent, index = None if error is None else messages.ErrorInfo.of(error), messages.WHOLE_REQUEST
-        front_end.unsent.append(messages.Delta(key, [], reason.value, sent, index=index, answer=answer))
+    def end(self, front_end: FrontEnd, key: int, outcome: FinishReason | TidewheelError, answer: str = "") -> None:
+        """Queue a final delta for a key without open sequences, such as an order's or a refused request's."""
+        error = messages.ErrorInfo.of(outcome) if isinstance(outcome, TidewheelError) else None
+        reason = (FinishReason.ERROR if isinstance(outcome, TidewheelError) else outcome).value
+        front_end.unsent.append(messages.Delta(key, [], reason, error, index=messages.WHOLE_REQUEST, answer=answer))
 
     def forget(self, front_end: FrontEnd, key: int) -> list[str]:
         """Forget a request; return the ids of its unfinished sequences."""

@@ -2,33 +2,32 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from time import monotonic
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import RETRY_AFTER_MS
-from tidewheel.errors import Busy, ConfigError, InternalError, InvalidRequest, NotFound, TidewheelError
+from tidewheel.errors import Busy, ConfigError, InternalError, InvalidRequest, NotFound, TidewheelError, Unsupported
 from tidewheel.lora import MAX_LORA_NAMES, Lora, parse_loras
 from tidewheel.private_dir import read_value, write_value
+from tidewheel.request import FinishReason
 from tidewheel.request_options import RequestOptions
 from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.settings import shown_bytes
 
 log = logging.getLogger(__name__)
 
-FILE = "loras.json"  # in the folder of a model's engines
-MAX_ORDERS = 64  # that wait for a read
-MAX_READS = 2  # for requests: one, and the next
+MAX_READS = 64  # that wait for the thread
 RETRY_S = 10.0  # after which a request has a defective adapter read again
 _SHOWN_NAMES = 8
 
-Answer = Callable[[str, TidewheelError | None], None]  # gets text, and the error of a failed order
+Answer = Callable[..., None]  # gets `FinishReason.STOP` and a text, or the error of a failed order
 
 
 @runtime_checkable
@@ -40,12 +39,6 @@ class LoraRunner(Protocol):
         """Return an adapter's weights, on any thread. Raise `ConfigError`."""
 
 
-class _Read(NamedTuple):
-    folder: Path  # resolved
-    stamp: object  # sizes and times of its files
-    weights: Any
-
-
 class LoraRegistry:
     """Adapters of an engine by name. A thread reads weights; host memory holds those of `max_cpu_loras` adapters.
 
@@ -53,29 +46,23 @@ class LoraRegistry:
     clients, for the next engine. Raise `ConfigError` for malformed `lora_modules`.
     """
 
-    clock: Callable[[], float] = staticmethod(time.monotonic)
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: LoraRunner,
-        slots: LoraSlots,
-        file: Path | None = None,
-        executor: Executor | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, runner: object, slots: LoraSlots, file: Path | None = None) -> None:
+        self._is_enabled = config.enable_lora
         self._runner = runner
         self._slots = slots
         self._file = file
-        self._executor = executor or ThreadPoolExecutor(1, "loras")
+        self._executor: Executor = ThreadPoolExecutor(1, "loras")
         self._limit = max(config.max_cpu_loras or 4 * config.max_loras, config.max_loras + 1)
         self._versions = itertools.count(1)
         self._loras: dict[str, Lora] = {}  # newest versions, by name
         self._resident: OrderedDict[Lora, bool] = OrderedDict()  # least recently used first; whether it has run
-        self._reads: dict[Lora, tuple[Future[_Read], Answer | None]] = {}  # with the answer to an order
+        self._reads: dict[Lora, tuple[Future[Any], Answer | None]] = {}  # with the answer to an order
         # Folders by name (None: unloaded), each with the folder of `lora_modules` at that time.
         self._ordered = (file and read_value(file, dict[str, tuple[str | None, str | None]])) or {}
         self.take_settings(config)
         slots.load = self.load
+        if config.enable_lora:
+            self._check()
 
     @property
     def num_reads(self) -> int:
@@ -92,8 +79,10 @@ class LoraRegistry:
         for name, folder in wanted.items():
             self._loras[name] = self._loras.get(name) or self._new(name, folder)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Log the defects of all adapters that show without reading values."""
+        if not isinstance(self._runner, LoraRunner):
+            raise ConfigError("enable_lora is true, and only native text models take adapters: leave it out")
         for lora in self._loras.values():
             try:
                 self._runner.check_lora(lora.folder)
@@ -101,11 +90,14 @@ class LoraRegistry:
                 self._refuse(lora, error)
         log.info("adapters: %d", len(self._loras))
 
-    def find(self, name: str) -> Lora:
-        """Return the newest version of an adapter. Raise `NotFound`, or the error of the last read."""
-        lora = self._known(name)
-        if lora.error is not None:
-            if self.clock() < lora.retry_at:
+    def find(self, name: str) -> Lora | None:
+        """Return the newest version of an adapter; None without a name.
+
+        Raise `Unsupported`, `NotFound`, or the error of the last read.
+        """
+        lora = self._known(name) if name else None
+        if lora is not None and lora.error is not None:
+            if monotonic() < lora.retry_at:
                 raise lora.error.with_traceback(None)
             self._loras[name] = lora = self._new(name, lora.folder)
         return lora
@@ -114,30 +106,35 @@ class LoraRegistry:
         """Have an adapter's weights read, unless host memory is full. Repeatable."""
         if lora.weights is not None or lora.error is not None or lora in self._reads:
             return
-        if self._num_reads(is_order=False) < MAX_READS and self._make_room():
-            self._reads[lora] = self._executor.submit(self._read, lora.folder), None
+        if len(self._reads) < MAX_READS and self._make_room():
+            self._reads[lora] = self._executor.submit(self._read, lora), None
 
     def take_order(self, options: RequestOptions, answer: Answer) -> None:
         """Carry out `lora_order`. Call `answer` once, here or in `poll`, or raise the order's error."""
         match options.lora_order:
             case "list":
                 rows = [_describe(self._loras[name]) for name in sorted(self._loras)]
-                answer(msgspec.json.encode(rows).decode(), None)
+                answer(FinishReason.STOP, msgspec.json.encode(rows).decode())
             case "load":
                 self.read_new(options.lora_name, self._lora_dir / options.lora_path, answer, below=self._lora_dir)
             case _:
                 self._known(options.lora_name)
                 self._retire(options.lora_name)
                 self._note_order(options.lora_name, None)
-                answer("", None)
+                answer(FinishReason.STOP)
 
     def read_new(self, name: str, folder: Path, answer: Answer, *, below: Path | None = None) -> None:
-        """Have a new version of an adapter read, from a folder below `below`. Raise `InvalidRequest` or `Busy`."""
+        """Have a new version of an adapter read, from a folder below `below`.
+
+        Raise `Unsupported`, `InvalidRequest` or `Busy`.
+        """
+        self._check_enabled()
         if name not in self._loras and len(self._loras) >= MAX_LORA_NAMES:
             raise InvalidRequest(f"{len(self._loras)} adapters are loaded: at most {MAX_LORA_NAMES} may; unload one")
-        if self._num_reads(is_order=True) >= MAX_ORDERS:
-            raise Busy(f"{MAX_ORDERS} orders to load adapters wait: send it later", retry_after_ms=RETRY_AFTER_MS)
-        self._reads[self._new(name, folder)] = self._executor.submit(self._read, folder, below), answer
+        if len(self._reads) >= MAX_READS:
+            raise Busy(f"{MAX_READS} adapters wait to be read: send it later", retry_after_ms=RETRY_AFTER_MS)
+        lora = self._new(name, folder)
+        self._reads[lora] = self._executor.submit(self._read, lora, below), answer
 
     def poll(self) -> None:
         """Take weights that were read since the last call. Call it between two steps."""
@@ -154,37 +151,30 @@ class LoraRegistry:
         """Wait until something was read, for `poll`, or return at once if nothing is read."""
         wait([read for read, _ in self._reads.values()], return_when=FIRST_COMPLETED)
 
-    def _finish(self, lora: Lora, done: Future[_Read], answer: Answer | None) -> None:
-        error = done.exception()
-        if error is None and lora.stamp not in (None, done.result().stamp):
-            # Cached blocks, and tokens of its requests, are those of the files before.
-            error = InvalidRequest("its files changed after they were read: load it again")
-        if error is not None:
+    def _finish(self, lora: Lora, done: Future[Any], answer: Answer | None) -> None:
+        if (error := done.exception()) is not None:
             self._refuse(lora, error)
         else:
-            self._take(lora, done.result(), is_order=answer is not None)
+            weights = done.result()
+            lora.rank = weights.rank
+            if answer is not None:
+                self._retire(lora.name)
+                self._loras[lora.name] = lora
+                self._note_order(lora.name, str(lora.folder))
+            if self._make_room():
+                lora.weights = weights
+                self._resident[lora] = False
+            log.info("LoRA %s is read: rank %d, %s", lora.name, lora.rank, shown_bytes(weights.num_bytes))
         if answer is not None:
-            answer("", lora.error)
-
-    def _take(self, lora: Lora, read: _Read, *, is_order: bool) -> None:
-        lora.stamp, lora.rank = read.stamp, read.weights.rank
-        if is_order:
-            self._retire(lora.name)
-            self._loras[lora.name] = lora
-            lora.folder = read.folder
-            self._note_order(lora.name, str(lora.folder))
-        if self._make_room():
-            lora.weights = read.weights
-            self._resident[lora] = False
-        log.info("LoRA %s is read: rank %d, %s", lora.name, lora.rank, shown_bytes(read.weights.num_bytes))
+            answer(lora.error or FinishReason.STOP)
 
     def _refuse(self, lora: Lora, error: BaseException) -> None:
-        lora.error, lora.retry_at = _to_request_error(lora.name, error), self.clock() + RETRY_S
+        lora.error, lora.retry_at = _to_request_error(lora.name, error), monotonic() + RETRY_S
         log.warning("%s", lora.error.message)
 
     def _make_room(self) -> bool:
         """Drop weights until one more adapter fits. Return False if all are in use."""
-        excess = len(self._resident) + self._num_reads(is_order=False) + 1 - self._limit
+        excess = len(self._resident) + len(self._reads) + 1 - self._limit
         if excess <= 0:
             return True
         running, waiting = self._slots.running, self._slots.waiting
@@ -197,9 +187,6 @@ class LoraRegistry:
                 if not excess:
                     return True
         return False
-
-    def _num_reads(self, *, is_order: bool) -> int:
-        return sum((answer is not None) == is_order for _, answer in self._reads.values())
 
     def _new(self, name: str, folder: Path) -> Lora:
         return Lora(name, next(self._versions), folder)
@@ -221,17 +208,31 @@ class LoraRegistry:
             except OSError as error:
                 log.warning("a later engine will not know of this: %s cannot be written (%s)", self._file, error)
 
-    def _read(self, folder: Path, below: Path | None = None) -> _Read:
-        resolved = folder.resolve()
-        if below is not None and not resolved.is_relative_to(below.resolve()):
-            raise InvalidRequest(f"lora_path leads to {resolved}: it must lie below lora_dir, {below}")
-        if not resolved.is_dir():
-            raise NotFound(f"there is no folder {resolved}")
-        files = sorted((path.name, path.stat()) for path in resolved.iterdir())
-        stamp = [(name, found.st_size, found.st_mtime_ns) for name, found in files]
-        return _Read(resolved, stamp, self._runner.read_lora(resolved))
+    def _read(self, lora: Lora, below: Path | None = None) -> Any:
+        """Return an adapter's weights. Runs on the reading thread."""
+        folder = lora.folder.resolve()
+        if below is not None:
+            if not folder.is_relative_to(below.resolve()):
+                raise InvalidRequest(f"lora_path leads to {folder}: it must lie below lora_dir, {below}")
+            lora.folder = folder
+        if not folder.is_dir():
+            raise NotFound(f"there is no folder {folder}")
+        stamp = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
+        if lora.stamp not in (
+            None,
+            stamp,
+        ):  # cached blocks are of the older files
+            raise InvalidRequest("its files changed after they were read: load it again")
+        lora.stamp = stamp
+        assert isinstance(self._runner, LoraRunner)
+        return self._runner.read_lora(folder)
+
+    def _check_enabled(self) -> None:
+        if not self._is_enabled:  # the first sentence is that of Triton's vLLM backend
+            raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
 
     def _known(self, name: str) -> Lora:
+        self._check_enabled()
         if name not in self._loras:
             names = list(self._loras)
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
@@ -241,9 +242,13 @@ class LoraRegistry:
 
 
 def _describe(lora: Lora) -> dict[str, object]:
-    error = "" if lora.error is None else lora.error.message
-    shown = {"name": lora.name, "path": str(lora.folder), "rank": lora.rank}  # no rank: not read yet
-    return {**shown, "is_loaded": lora.weights is not None, "error": error}
+    return {
+        "name": lora.name,
+        "path": str(lora.folder),
+        "rank": lora.rank,  # None: not read yet
+        "is_loaded": lora.weights is not None,
+        "error": "" if lora.error is None else lora.error.message,
+    }
 
 
 def _to_request_error(name: str, error: BaseException) -> TidewheelError:

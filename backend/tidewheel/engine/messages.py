@@ -113,7 +113,6 @@ ToEngine = Hello | AddRequest | BatchDone | Cancel | Ping | Drain | Goodbye | Li
 class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
     pid: int
     enable_prefix_caching: bool
-    enable_lora: bool = False
     max_logprobs: int = 20
     async_scheduling: bool = False
     tenants: dict[str, TenantLimits] = msgspec.field(default_factory=dict)

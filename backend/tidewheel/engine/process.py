@@ -25,7 +25,6 @@ from tidewheel.engine.build import (
     LoadedRunner,
     LoadRunner,
     RankedRunner,
-    build_loras,
     build_scheduler,
     engine_info,
     load_model_runner,
@@ -112,7 +111,6 @@ def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, identity: st
 def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile, arbiter: UnsharedDevice) -> int:
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info, time.monotonic)
-    loras = build_loras(config, runner, scheduler, status.engine_dir.parent)
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
@@ -135,7 +133,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
             note=status.update,
             beat=Heartbeat(status.engine_dir).beat,
             arbiter=arbiter,
-            loras=loras,
+            lora_file=status.engine_dir.parent / folder.LORAS,
         )
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made

@@ -60,7 +60,7 @@ def to_requests(
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
     salt = options.cache_salt
-    if info.enable_lora:  # before a client's salt, which may be any text
+    if config.enable_lora:  # before a client's salt, which may be any text
         salt = f"{0 if lora is None else lora.version}:{salt}"
     if info.max_audio_samples and inputs is not None:
         salt += "\0" + hashlib.blake2b(inputs["audio"].tobytes(), digest_size=16).hexdigest()
@@ -118,15 +118,7 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
         raise Unsupported(f"embeddings of {info.architecture} are not offered: only native decoders have them")
     if message.options.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
-    check_lora_is_enabled(message.options, info)
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, step_options)
-
-
-def check_lora_is_enabled(options: RequestOptions, info: EngineInfo) -> None:
-    """Raise `Unsupported` for an adapter without `enable_lora`. The list of adapters is then empty."""
-    if (options.lora_name or options.lora_order not in ("", "list")) and not info.enable_lora:
-        # The first sentence is that of Triton's vLLM backend.
-        raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
 
 
 def _check_inputs(message: AddRequest, info: EngineInfo, steps: int | None) -> None:

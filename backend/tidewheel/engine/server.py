@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.lora_registry import LoraRegistry
-from tidewheel.engine.requests import check_lora_is_enabled, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
 from tidewheel.one_shot.remote import RemoteRunner
@@ -56,7 +57,7 @@ class EngineServer:
     note: Callable[..., None] = lambda **_: None  # changes the engine's status
     beat: Callable[[float | None, int], None] = lambda _, __: None
     arbiter: UnsharedDevice = field(default_factory=UnsharedDevice)
-    loras: LoraRegistry | None = None  # None: adapters are not enabled
+    lora_file: Path | None = None  # of orders about adapters, for the next engine
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self, runner: Runner) -> None:
@@ -79,6 +80,7 @@ class EngineServer:
         )
         folder = Path(self.config.tokenizer or self.info.model)
         self._grammars = GrammarQueue(GrammarCompiler(folder, self.info.vocab_size))
+        self._loras = LoraRegistry(self.config, runner, self.scheduler.loras, self.lora_file)
         self._is_draining = False
         self._next_stats = 0.0
         self._alone_since = self.clock()
@@ -110,7 +112,7 @@ class EngineServer:
         if self.config.debug_invariants:
             self.scheduler.check_invariants()
         is_busy = self.scheduler.num_waiting > 0 if self.config.is_remote else self._core.has_unfinished
-        is_busy = is_busy or self._grammars.num_waiting > 0 or (self.loras is not None and self.loras.num_reads > 0)
+        is_busy = is_busy or self._grammars.num_waiting > 0 or self._loras.num_reads > 0
         self.arbiter.wait(self.socket, 1 if is_busy else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
@@ -147,8 +149,7 @@ class EngineServer:
         self._front_ends.send(identity, messages.Disconnection(error))
 
     def _receive(self) -> None:
-        if self.loras is not None:
-            self.loras.poll()
+        self._loras.poll()
         for front_end, message, grammar in self._grammars.take_compiled():
             self._add_compiled(front_end, message, grammar)
         until = self.clock() + RECEIVE_S
@@ -229,8 +230,7 @@ class EngineServer:
                 raise ConfigError(f"the engine cannot take {describe_changes(self.config, config)} while it runs")
             if config != self.config:
                 self.scheduler.reconfigure(scheduler_config(config, self.info), session_limits(config))
-                if self.loras is not None:
-                    self.loras.take_settings(config)
+                self._loras.take_settings(config)
                 log.info("takes other settings: %s", describe_changes(self.config, config))
         except ConfigError as error:
             return str(error)
@@ -269,7 +269,7 @@ class EngineServer:
                 raise Draining("the server is shutting down")
             grammar = self._grammars.kept.find(message.grammar) if message.grammar else None
             if message.options.lora_order:
-                self._order_loras(front_end, message)
+                self._loras.take_order(message.options, partial(self._front_ends.end, front_end, message.key))
             elif message.options.order:
                 self._order_session(message.options)
                 self._front_ends.end(front_end, message.key, FinishReason.STOP)
@@ -277,18 +277,6 @@ class EngineServer:
                 self._grammars.add(front_end, message)
             else:
                 self._add_compiled(front_end, message, grammar)
-
-    def _order_loras(self, front_end: FrontEnd, message: messages.AddRequest) -> None:
-        check_lora_is_enabled(message.options, self.info)
-
-        def answer(text: str, error: TidewheelError | None) -> None:
-            reason = FinishReason.STOP if error is None else FinishReason.ERROR
-            self._front_ends.end(front_end, message.key, reason, error, text)
-
-        if self.loras is None:
-            answer("[]", None)
-        else:
-            self.loras.take_order(message.options, answer)
 
     def _order_session(self, options: RequestOptions) -> None:
         if options.close_session:
@@ -305,7 +293,7 @@ class EngineServer:
                 raise grammar
             request_ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
             try:
-                seed, now, name = self._seeds.getrandbits(64), self.clock(), message.options.lora_name
+                seed, now = self._seeds.getrandbits(64), self.clock()
                 requests = to_requests(
                     message,
                     self.info,
@@ -314,7 +302,7 @@ class EngineServer:
                     seed=seed,
                     now=now,
                     grammar=grammar,
-                    lora=self.loras.find(name) if name and self.loras is not None else None,
+                    lora=self._loras.find(message.options.lora_name),
                 )
                 self._core.add_group(requests)
             except Exception as error:
@@ -329,7 +317,7 @@ class EngineServer:
         try:
             yield
         except TidewheelError as error:
-            self._front_ends.end(front_end, key, FinishReason.ERROR, error)
+            self._front_ends.end(front_end, key, error)
 
     def _report(self, front_end: FrontEnd, message: messages.BatchDone) -> None:
         for key, error in message.ends:
@@ -350,7 +338,7 @@ class EngineServer:
         key = _readable_key(payload)
         if front_end is not None and key is not None and key not in front_end.request_ids:
             refusal = error if isinstance(error, TidewheelError) else InvalidRequest(f"malformed request: {error}")
-            self._front_ends.end(front_end, key, FinishReason.ERROR, refusal)
+            self._front_ends.end(front_end, key, refusal)
 
 
 def _readable_key(payload: bytes) -> int | None:

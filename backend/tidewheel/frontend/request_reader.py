@@ -10,7 +10,7 @@ import msgspec
 from tidewheel.audio_file import SAMPLING_RATE, check_sound, read_audio
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineInfo
-from tidewheel.engine.requests import check_lora_is_enabled, check_prompt_length, check_request, check_token_ids
+from tidewheel.engine.requests import check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.audio_windows import Activity, cut, loudness
 from tidewheel.frontend.chat import parse_conversation
@@ -157,7 +157,6 @@ class RequestReader(MessageMaker):
         defaults = {} if is_embedding else self._defaults
         sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
         if options.order:
-            check_lora_is_enabled(options, self._info)
             return _order(key, request, options)
         name, text, prompt_ids, grammar = self._read_prompt(request, prompt_options, sampling)
         if grammar is not None:

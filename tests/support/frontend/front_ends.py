@@ -48,13 +48,12 @@ class FrontendHarness:
         poll_interval_s: float = 0.001,
         on_ended: Sequence[Callable[[EndedRequest], None]] = (),
         max_audio_samples: int = 0,
-        enable_lora: bool = False,
         **files: object,
     ) -> None:
         vocab_size = write_model_folder(folder, **files)  # type: ignore[arg-type]
         self.engine = FakeEngine()
         info = make_info(folder, vocab_size=vocab_size)
-        self.info = msgspec.structs.replace(info, max_audio_samples=max_audio_samples, enable_lora=enable_lora)
+        self.info = msgspec.structs.replace(info, max_audio_samples=max_audio_samples)
         self.tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
         settings = FrontendSettings(
             num_sender_threads=num_senders,

@@ -254,7 +254,7 @@ def with_first(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
 
 
 BAD: Mapping[str, tuple[Damage, str]] = {
-    "absent": (shutil.rmtree, "does not exist"),
+    "absent": (shutil.rmtree, "there is no folder"),
     "not a number": (with_first(lambda tensor: tensor.index_fill(1, torch.tensor([0]), np.nan)), "finite"),
     "of another base": (with_first(lambda tensor: tensor[:, :-8].contiguous()), "this base needs"),
     "too high a rank": (lambda folder: write_peft(folder, WEIGHTS, rank=32), "max_lora_rank, which is 16"),

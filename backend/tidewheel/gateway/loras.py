@@ -16,7 +16,7 @@ from tidewheel.gateway.upstreams import Upstreams
 from tidewheel_client import AsyncClient
 from tidewheel_client.errors import InvalidRequest, NotFound, ServerUnavailable
 
-LIST_S = 1.0  # between two questions which adapters there are
+LIST_S = 0.2  # between two questions which adapters there are
 OLD_S = 10.0  # age at which the answers are asked for again while adapters are in use
 ORDER_S = 600.0
 _UNTUNED = ("tokenize", "detokenize")  # tasks that an adapter does not change
@@ -57,11 +57,16 @@ class LoraDirectory:
                     yield name, lora
 
     async def read(self, *, is_forced: bool = False) -> None:
-        """Ask all servers for their adapters. Unless forced, answers younger than `LIST_S` suffice."""
+        """Ask all servers for their adapters, unless another call has since this one began.
+
+        Unless forced, the question waits until the last one is `LIST_S` old.
+        """
         called_at = time.monotonic()
         async with self._reading:
-            if self._read_at > min(called_at, time.monotonic() - (0.0 if is_forced else LIST_S)):
+            if self._read_at >= called_at:
                 return
+            if not is_forced:
+                await asyncio.sleep(self._read_at + LIST_S - time.monotonic())
             self._read_at, each = time.monotonic(), self._upstreams.each
             await asyncio.gather(*(one.list_loras() for one in each))
             if each:  # else the last known ones stay, as models do

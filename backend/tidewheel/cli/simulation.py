@@ -87,6 +87,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         scaling_settings=scaling_settings,
         history=history,
         is_coarse=args.coarse,
+        lora_load_s=_positive("--lora-load", args.lora_load),
     )
     check_router(scenario.router)
     for policy in scenario.policies:
@@ -170,7 +171,7 @@ def _name(result: ScenarioResult) -> str:
 
 
 def _parts(figures: Figures) -> Iterator[tuple[str, Figures]]:
-    for kind, parts in (("class", figures["classes"]), ("tenant", figures["tenants"])):
+    for kind, parts in (("class", figures["classes"]), ("tenant", figures["tenants"]), ("adapter", figures["loras"])):
         if len(parts) > 1:
             yield from ((f"{kind} {name or 'none'}", part) for name, part in parts.items())
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 
 from tidewheel.request import Request
 from tidewheel.stats import LoraFigures
@@ -12,9 +13,9 @@ from tidewheel.stats import LoraFigures
 MAX_LORA_LABELS = 32
 OTHERS = "other"
 LABEL_CHARS = 64
-_MAX_COUNTED = 4096  # names without a label
 
 
+@lru_cache(4096)
 def label_of(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:LABEL_CHARS]
 
@@ -22,50 +23,45 @@ def label_of(name: str) -> str:
 class LoraFigureTable:
     """Figures of the most used adapters by label, and of the others together.
 
-    A name takes the label of another once it is used twice as often; the sums of that one go to the others.
+    A request of another adapter takes the label with the fewest requests, n, with probability 1/2n, and its sums
+    begin at 0 (randomized admission policy: Ben Basat et al., INFOCOM 2017). So labels are few over time, too.
     """
 
     def __init__(self, figures: dict[str, LoraFigures]) -> None:
         self._figures = figures
-        self._num_unlabelled: Counter[str] = Counter()  # requests
+        self._random = random.Random(0)  # noqa: S311 - no secret
 
     def add_requests(self, name: str, count: int) -> None:
         label = label_of(name)
         if label not in self._figures:
-            self._num_unlabelled[label] += count
             self._add_label(label)
-        self._of(label).num_requests += count
+        self._of(name).num_requests += count
 
     def add_ended(self, request: Request, name: str) -> None:
-        figures = self._of(label_of(name))
+        figures = self._of(name)
         figures.num_prompt_tokens += request.num_prompt_tokens
         figures.num_output_tokens += request.num_output_tokens
 
-    def set_current(self, counts: Iterable[tuple[str, int, int]]) -> None:
-        """Set the numbers of running and of waiting requests."""
+    def count(self, unfinished: Iterable[Request]) -> None:
+        """Count running and waiting requests."""
+        if not self._figures:
+            return
         for figures in self._figures.values():
             figures.num_running = figures.num_waiting = 0
-        for name, num_running, num_waiting in counts:
-            figures = self._of(label_of(name))
-            figures.num_running += num_running
-            figures.num_waiting += num_waiting
+        for request in unfinished:
+            if request.lora is not None:
+                figures = self._of(request.lora.name)
+                figures.num_running += request.row >= 0
+                figures.num_waiting += request.row < 0
 
-    def _of(self, label: str) -> LoraFigures:
-        return self._figures.get(label) or self._figures[OTHERS]
+    def _of(self, name: str) -> LoraFigures:
+        return self._figures.get(label_of(name)) or self._figures[OTHERS]
 
     def _add_label(self, label: str) -> None:
-        others = self._figures.setdefault(OTHERS, LoraFigures())
+        self._figures.setdefault(OTHERS, LoraFigures())
         if len(self._figures) > MAX_LORA_LABELS:
-            named = (one for one in self._figures if one != OTHERS)
-            least = min(named, key=lambda one: self._figures[one].num_requests)
-            if self._num_unlabelled[label] <= 2 * self._figures[least].num_requests:
-                if len(self._num_unlabelled) > _MAX_COUNTED:
-                    self._num_unlabelled = Counter(dict(self._num_unlabelled.most_common(_MAX_COUNTED // 2)))
+            least = min(self._figures.keys() - {OTHERS}, key=lambda one: self._figures[one].num_requests)
+            if self._random.random() * 2 * self._figures[least].num_requests > 1.0:
                 return
-            left = self._figures.pop(least)
-            self._num_unlabelled[least] = left.num_requests
-            others.num_requests += left.num_requests
-            others.num_prompt_tokens += left.num_prompt_tokens
-            others.num_output_tokens += left.num_output_tokens
-        del self._num_unlabelled[label]
+            del self._figures[least]
         self._figures[label] = LoraFigures()

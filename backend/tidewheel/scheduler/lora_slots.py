@@ -108,13 +108,16 @@ class LoraSlots:
         return rows
 
     def _rows_to_preempt(self, slot: _Slot, taker: Request) -> list[int]:
-        has_waited = self._seconds_waited(taker) >= 2.0 * self._ageing_s and self._had_its_time(slot)
-        if self._best_class_in(slot) < (self._class_of(taker) if has_waited else self._class_to_outrank(taker)):
+        columns = self._columns
+        rows = (self._slots_of_rows == slot.number) & ~columns.are_ending()
+        if self._seconds_waited(taker) >= 2.0 * self._ageing_s and self._had_its_time(slot):
+            rows &= columns.num_tokens > columns.num_entered_tokens  # else short turns would never finish a prompt
+            least = self._class_of(taker)
+        elif taker.service_class is Priority.CRITICAL:
+            least = self._class_to_outrank(taker)
+        else:
             return []
-        if not has_waited and taker.service_class is not Priority.CRITICAL:
-            return []
-        rows = (self._slots_of_rows == slot.number) & ~self._columns.are_ending()
-        return [int(row) for row in rows.nonzero()[0]]
+        return [int(row) for row in rows.nonzero()[0]] if self._best_class_in(slot) >= least else []
 
     def admissible(self, candidates: Iterable[Request]) -> Iterator[Request]:
         """Yield the requests whose adapter has a slot or can get one. Ask for others' weights, and reserve slots."""
@@ -165,7 +168,7 @@ class LoraSlots:
     def _is_open(self, slot: _Slot, request: Request) -> bool:
         """Return whether a request may enter the slot that its adapter has. Followers enter with their leader."""
         taker, leader = slot.reserved_for, request.leader
-        if taker is None or (leader is not None and leader.row >= 0):
+        if taker is None or (leader is not None and leader.row >= 0 and not request.num_preemptions):
             return True
         is_closing = self._had_its_time(slot) or self._best_class_in(slot) >= self._class_to_outrank(taker)
         return not is_closing or self._class_of(request) < self._class_of(taker)
@@ -267,13 +270,6 @@ class LoraSlots:
             return batch
         loads, self._loads = tuple(self._loads), []
         return replace(batch, lora_slots=slots, lora_loads=loads)
-
-    def num_requests(self) -> Iterator[tuple[str, int, int]]:
-        """Yield names of adapters with their numbers of running and of waiting requests."""
-        for lora, slot in self._slot_of.items():
-            yield lora.name, slot.num_rows, 0
-        for lora, requests in self._waiting.items():
-            yield lora.name, 0, sum(1 + len(request.followers) for request in requests)
 
     def check_invariants(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
         rows = {request.row: request.lora for request in running if request.lora is not None}

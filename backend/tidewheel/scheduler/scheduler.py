@@ -205,7 +205,7 @@ class Scheduler:
         stats.num_predictions = state.predictor.num_observed
         stats.prediction_error = state.predictor.mean_abs_error
         stats.num_lora_slots = len(state.loras.contents)
-        self.admission.lora_figures.set_current(state.loras.num_requests())
+        self.admission.lora_figures.count(state.requests.values())
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:

@@ -178,6 +178,11 @@ def summarise(outcomes: SimulationOutcomes) -> Figures:
             for index, name in enumerate(trace.tenant_names)
             if name in tokens
         },
+        "loras": {
+            name: _part(outcomes, chosen)
+            for index, name in enumerate(trace.lora_names)
+            if (chosen := trace.loras == index).any()
+        },
         "fairness": jain(list(tokens.values())) if any(tokens.values()) else 1.0,
     }
 

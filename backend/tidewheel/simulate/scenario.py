@@ -67,6 +67,7 @@ class Scenario:
     scaling_settings: ScalingSettings = ScalingSettings()  # noqa: RUF009 - immutable
     history: tuple[float, ...] = ()  # arrivals of earlier days
     is_coarse: bool = False
+    lora_load_s: float = 0.5  # that an engine reads an adapter
 
     @property
     def num_runs(self) -> int:
@@ -145,6 +146,8 @@ class Scenario:
         self, config: EngineConfig, trace: Trace, num_replicas: int, *, is_scaled: bool = True
     ) -> Simulator:
         cost = self.cost.with_cache(config.kv_cache_dtype)
+        if trace.loras.any() and (self.is_coarse or not config.enable_lora):
+            raise ConfigError("requests of the trace have adapters (lora): set enable_lora, and leave out --coarse")
         if config.kind != "text":
             trace = trace.without_text(config.kind)
         if config.pressure_quantization != "none" and (self.is_coarse or cost.quantized_share is None):
@@ -170,6 +173,7 @@ class Scenario:
             max_tokens=self.max_tokens,
             coarse=limits if self.is_coarse else None,
             scaling=plan,
+            lora_load_s=self.lora_load_s,
         )
 
     def _plan(self) -> ScalingPlan | None:

@@ -18,6 +18,7 @@ from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.coarse_replica import CoarseLimits, CoarseReplica
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan, SimulatedFleet, SimulatedReplica
+from tidewheel.simulate.lora_loader import LoraLoader
 from tidewheel.simulate.outcomes import Figures, SimulatedRequest, SimulationOutcomes, Told, summarise
 from tidewheel.simulate.trace_requests import TraceRequests
 from tidewheel.stats import EngineStats
@@ -48,6 +49,7 @@ class EngineReplica:
         block_size: int = 1,
         has_tokens: bool = False,
         has_deadlines: bool = False,
+        lora_load_s: float = 0.0,
     ) -> None:
         self.number = number
         self.num_steps = 0
@@ -55,6 +57,7 @@ class EngineReplica:
         self.busy_seconds = 0.0
         self.scheduler = scheduler
         self._cost = cost
+        self._loras = LoraLoader(scheduler.loras, lora_load_s)
         self._started = started
         self._ended = ended
         self._has_deadlines = has_deadlines
@@ -75,6 +78,7 @@ class EngineReplica:
     def submit(self, now: float, index: int) -> float | None:
         """Queue the request of a trace index. The scheduler does not know its output length."""
         request = self._requests.request(index, now)
+        request.lora = self._loras.lora(self._requests.trace.lora(index))
         last_position = request.num_prompt_tokens + int(self._requests.trace.output_tokens[index]) - 1
         self._inbox.append((now, request, last_position, self._requests.contents.offset(index)))
         if not self._is_idle:
@@ -103,6 +107,7 @@ class EngineReplica:
         if self._has_deadlines:
             for request in self.scheduler.expire(now):
                 self._end(request)
+        self._loras.advance()
         scheduled = self.scheduler.schedule(now)
         if scheduled is not None:
             self._launch(scheduled, now)
@@ -196,6 +201,7 @@ class Simulator:
         max_tokens: int | None = None,
         scaling: ScalingPlan | None = None,
         coarse: CoarseLimits | None = None,
+        lora_load_s: float = 0.0,
     ) -> None:
         """Give every request `max_tokens` (None: the trace's longest output). Start with `num_replicas`."""
         self._trace = trace
@@ -230,6 +236,7 @@ class Simulator:
                 block_size=block_size,
                 has_tokens=enable_prefix_caching,
                 has_deadlines=bool(np.isfinite((trace.deadlines, trace.ttft_objectives)).any()),
+                lora_load_s=lora_load_s,
             )
 
         self.fleet = SimulatedFleet(make_replica, self._router, num_replicas, scaling)

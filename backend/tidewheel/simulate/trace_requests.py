@@ -68,6 +68,7 @@ class TraceRequests:
             arrival_time=now,
             priority=Priority(int(trace.priorities[index])),
             stop_token_ids=(STOP_TOKEN,),
+            cache_salt=trace.lora(index),
             tenant=trace.tenant(index),
             deadline=deadline if deadline < math.inf else None,
             objective=trace.objective(index),

@@ -15,6 +15,7 @@
     bucket           shapes of a request without text: equal names may share a batch
     pause_s          seconds from the end of the session's turn before; then `arrival` gives the order of turns alone
     tool             a name; the tool that runs after this turn
+    lora             a name; the adapter that computes the request
 
 CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub), with dates, and of BurstGPT
 (Wang and others, arXiv 2401.17644), with seconds and without failed rows, are read too.
@@ -61,6 +62,7 @@ class _TraceRow(msgspec.Struct):
     bucket: _Name = ""
     pause_s: _Seconds | None = None
     tool: _Name = ""
+    lora: _Name = ""
 
 
 class _AzureRow(msgspec.Struct):
@@ -129,6 +131,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
     groups: dict[str, int] = {}
     buckets: dict[str, int] = {"": 0}
     tools: dict[str, int] = {"": 0}
+    loras: dict[str, int] = {"": 0}
     arrivals = np.array([request.arrival for request in requests])
     columns = {
         "arrivals": arrivals - arrivals.min(),
@@ -146,6 +149,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
         "buckets": [_index(buckets, request.bucket) for request in requests],
         "pauses": [math.nan if request.pause_s is None else request.pause_s for request in requests],
         "tools": [_index(tools, request.tool) for request in requests],
+        "loras": [_index(loras, request.lora) for request in requests],
     }
     order = np.argsort(arrivals, kind="stable")
     _check_pauses([requests[index] for index in order])
@@ -156,6 +160,7 @@ def _trace(requests: list[_TraceRow]) -> Trace:
         prefix_names=tuple(groups),
         bucket_names=tuple(buckets),
         tool_names=tuple(tools),
+        lora_names=tuple(loras),
     )
 
 

@@ -42,6 +42,8 @@ class Trace:
     pauses: FloatArray  # seconds from the end of the session's turn before to the arrival; NaN: at `arrivals`
     tools: Int32Array  # tool that runs after the request, until the session's next turn
     tool_names: tuple[str, ...] = ("",)
+    loras: Int32Array  # adapters
+    lora_names: tuple[str, ...] = ("",)
 
     @classmethod
     def of(
@@ -60,6 +62,9 @@ class Trace:
 
     def tool(self, index: int) -> str:
         return self.tool_names[int(self.tools[index])]
+
+    def lora(self, index: int) -> str:
+        return self.lora_names[int(self.loras[index])]
 
     def next_turns(self) -> dict[int, int]:
         """Return by request the session's next one, if that arrives a pause after it."""
@@ -127,7 +132,8 @@ class Trace:
 _LIMITS = ("deadlines", "ttft_objectives", "tpot_objectives")
 _DEFAULTS = {
     "priorities": Priority.NORMAL, "tenants": 0, "sessions": NOBODY, "prefix_groups": NOBODY, "prefix_tokens": 0,
-    "encoder_tokens": 0, "buckets": 0, "pauses": math.nan, "tools": 0, **dict.fromkeys(_LIMITS, math.inf),
+    "encoder_tokens": 0, "buckets": 0, "pauses": math.nan, "tools": 0, "loras": 0,
+    **dict.fromkeys(_LIMITS, math.inf),
 }  # fmt: skip
 
 

@@ -413,5 +413,5 @@ def has_begun(request: Request) -> bool:
 
 def unchanged(after: EngineStats, before: EngineStats) -> bool:
     """Compare figures, except the counts of refusals."""
-    counts = {"num_hopeless": 0, "num_rate_limited": 0, "tenants": {}}
+    counts = {"num_hopeless": 0, "num_rate_limited": 0, "tenants": {}, "loras": {}}
     return replace(after, **counts) == replace(before, **counts)

@@ -70,6 +70,7 @@ def simulator(
     enable_prefix_caching: bool = True,
     scaling: ScalingPlan | None = None,
     is_coarse: bool = False,
+    lora_load_s: float = 0.0,
     **changes: Any,
 ) -> Simulator:
     limits = CoarseLimits(changes.get("max_num_seqs", 4), 32, changes.get("num_blocks", 64) * 4)
@@ -86,6 +87,7 @@ def simulator(
         router=router,
         scaling=scaling,
         coarse=limits if is_coarse else None,
+        lora_load_s=lora_load_s,
     )
 
 

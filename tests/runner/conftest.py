@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from support.models import tiny_models
+from support.models.peft_folders import write_merged, write_peft
 from support.runner import capturable
+from support.runner.chosen_slots import ADAPTERS, Answers, Folders, requests_of, settings
 from support.runner.graphed_runner import LOADED_SIZES
 from support.runner.recorded_graphs import RecordingAccelerator
+from support.runner.step_loop import StepLoop
 from tidewheel.config import EngineConfig
 from tidewheel.runner import loading, model_runner
 from tidewheel.runner.kv_tensors import MemoryBudget, cpu_budget
@@ -68,3 +71,23 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerato
     monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, *_: (run(size), 1))
     with capturable.installed():
         yield accelerator
+
+
+@pytest.fixture(scope="session")
+def lora_folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folder = tmp_path_factory.mktemp("adapters")
+    adapters = {
+        name: write_peft(folder / name, checkpoint, seed=seed, **fields)
+        for seed, (name, fields) in enumerate(ADAPTERS.items())
+    }
+    merged = {name: write_merged(folder / f"{name} merged", checkpoint, path) for name, path in adapters.items()}
+    return Folders(checkpoint, adapters, {"": checkpoint, **merged})
+
+
+@pytest.fixture(scope="session")
+def lora_answers(lora_folders: Folders) -> Answers:
+    """Tokens of every request on the base and on each merged model."""
+    return {
+        name: StepLoop(ModelRunner.load(settings(path, enable_lora=False))).run(requests_of(name))
+        for name, path in lora_folders.merged.items()
+    }

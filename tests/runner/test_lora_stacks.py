@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -12,16 +10,22 @@ import pytest
 import torch
 
 from support.models import tiny_models
-from support.models.peft_folders import deltas, write_merged, write_peft
-from support.runner.chosen_slots import load, lora_tokens
+from support.models.peft_folders import deltas, write_peft
+from support.runner.chosen_slots import (
+    ADAPTERS,
+    Answers,
+    Folders,
+    check_mixed,
+    load,
+    lora_tokens,
+    requests_of,
+    settings,
+)
 from support.runner.decode_workloads import LOOPS
 from support.runner.graph_logits import sampled_logits
-from support.runner.step_loop import StepLoop, poison, request
+from support.runner.step_loop import StepLoop, request
 from tidewheel.batch import NewRow, ScheduledBatch
-from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.lora import NO_SLOT
-from tidewheel.request import Request
 from tidewheel.runner import loading
 from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.model_runner import ModelRunner
@@ -29,112 +33,46 @@ from tidewheel.runner.warm_up import sampling_batch
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels.lora import TILE, LoraGroups
 
-MAX_LORAS, MAX_RANK = 4, 8
-ADAPTERS: Mapping[str, Mapping[str, object]] = {
-    "all": {"rank": 4},
-    "widest": {"rank": 8, "use_rslora": True},
-    "attention": {"rank": 2, "targets": ("q_proj", "v_proj")},
-    "last layer": {"rank": 3, "targets": ("k_proj", "up_proj", "down_proj"), "layers": [1]},
-}
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 
 
-class Folders(NamedTuple):
-    base: Path
-    adapters: dict[str, Path]
-    merged: dict[str, Path]  # with the base as ""
-
-
-@pytest.fixture(scope="session")
-def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    folder = tmp_path_factory.mktemp("adapters")
-    adapters = {
-        name: write_peft(folder / name, checkpoint, seed=seed, **fields)
-        for seed, (name, fields) in enumerate(ADAPTERS.items())
-    }
-    merged = {name: write_merged(folder / f"{name} merged", checkpoint, path) for name, path in adapters.items()}
-    return Folders(checkpoint, adapters, {"": checkpoint, **merged})
-
-
-def settings(folder: Path, **changes: object) -> EngineConfig:
-    given: dict[str, object] = {
-        "dtype": "float32", "device": "cpu", "max_num_seqs": 16, "num_blocks": 64, "block_size": 16, "num_threads": 1,
-        "enable_lora": True, "max_loras": MAX_LORAS, "max_lora_rank": MAX_RANK, **changes,
-    }  # fmt: skip
-    return EngineConfig(model=str(folder), **given)
-
-
 @pytest.fixture(scope="module")
-def adapted(folders: Folders) -> ModelRunner:
-    return ModelRunner.load(settings(folders.base))
-
-
-@pytest.fixture(scope="module")
-def expected(folders: Folders) -> dict[str, list[list[int]]]:
-    """Tokens of every request on the base and on each merged model."""
-    return {
-        name: StepLoop(ModelRunner.load(settings(path, enable_lora=False))).run(requests_of(name))
-        for name, path in folders.merged.items()
-    }
-
-
-def requests_of(name: str) -> list[Request]:
-    prompts = tiny_models.prompts(4, 1, 40, seed=3)
-    return [request(f"{name}/{number}", prompt, 8) for number, prompt in enumerate(prompts)]
-
-
-def mixed(names: Mapping[str, int]) -> tuple[list[Request], dict[str, int]]:
-    """Return the requests of all names in turns, and the slots of those that have an adapter."""
-    requests = [each for turn in zip(*map(requests_of, names), strict=True) for each in turn]
-    return requests, {each.request_id: names[each.request_id.split("/")[0]] for each in requests}
-
-
-def check_mixed(
-    runner: ModelRunner, folders: Folders, expected: dict[str, list[list[int]]], slots: Mapping[str, int],
-    *, loads: bool = True, **settings: object,
-) -> None:  # fmt: skip
-    """Compare the tokens of requests of the base, and of the adapters of `slots`, in one load."""
-    orders = [load(runner, slot, folders.adapters[name]) for name, slot in slots.items() if loads]
-    requests, slot_of = mixed({"": NO_SLOT, **slots})
-    poison(runner)
-    tokens = lora_tokens(runner, requests, slot_of, orders, **settings)
-    for name in ("", *slots):
-        pairs = zip(tokens, requests, strict=True)
-        assert [answer for answer, each in pairs if each.request_id.startswith(f"{name}/")] == expected[name], name
+def adapted(lora_folders: Folders) -> ModelRunner:
+    return ModelRunner.load(settings(lora_folders.base))
 
 
 @loops
 @pytest.mark.parametrize("budget", [2048, 64, 20], ids=lambda budget: f"{budget} tokens a step")
 def test_rows_of_a_step_have_their_own_adapters(
-    adapted: ModelRunner, folders: Folders, expected: dict[str, list[list[int]]], loop: type[StepLoop], budget: int
+    adapted: ModelRunner, lora_folders: Folders, lora_answers: Answers, loop: type[StepLoop], budget: int
 ) -> None:
     """Prompts whole and in chunks beside decodes; 20 rows are more than a tile."""
     slots = {name: slot for slot, name in enumerate(ADAPTERS)}
-    check_mixed(adapted, folders, expected, slots, loop=loop, token_budget=budget)
+    check_mixed(adapted, lora_folders, lora_answers, slots, loop=loop, token_budget=budget)
 
 
-def test_the_adapters_change_every_answer(expected: dict[str, list[list[int]]]) -> None:
+def test_the_adapters_change_every_answer(lora_answers: Answers) -> None:
     for number in range(4):
-        assert len({tuple(answers[number]) for answers in expected.values()}) == len(expected)
+        assert len({tuple(answers[number]) for answers in lora_answers.values()}) == len(lora_answers)
 
 
-def test_a_slot_is_loaded_again(adapted: ModelRunner, folders: Folders, expected: dict[str, list[list[int]]]) -> None:
+def test_a_slot_is_loaded_again(adapted: ModelRunner, lora_folders: Folders, lora_answers: Answers) -> None:
     """Nothing of an earlier adapter stays, though the later one has other layers and a lower rank."""
     for name in ("widest", "attention", "last layer", "all"):
-        check_mixed(adapted, folders, expected, {name: 2})
-        check_mixed(adapted, folders, expected, {name: 2}, loads=False)
+        check_mixed(adapted, lora_folders, lora_answers, {name: 2})
+        check_mixed(adapted, lora_folders, lora_answers, {name: 2}, loads=False)
 
 
 def test_more_rows_of_one_adapter_than_a_tile(
-    adapted: ModelRunner, folders: Folders, expected: dict[str, list[list[int]]]
+    adapted: ModelRunner, lora_folders: Folders, lora_answers: Answers
 ) -> None:
-    small = settings(folders.base, max_num_seqs=TILE + 4, max_loras=1)
+    small = settings(lora_folders.base, max_num_seqs=TILE + 4, max_loras=1)
     runner = ModelRunner.load(small)
     requests = [request(str(i), requests_of("all")[i % 4].prompt_token_ids, 8) for i in range(TILE + 4)]
     tokens = lora_tokens(
-        runner, requests, {str(i): 0 for i in range(TILE + 4)}, [load(runner, 0, folders.adapters["all"])]
+        runner, requests, {str(i): 0 for i in range(TILE + 4)}, [load(runner, 0, lora_folders.adapters["all"])]
     )
-    assert tokens == [expected["all"][i % 4] for i in range(TILE + 4)]
+    assert tokens == [lora_answers["all"][i % 4] for i in range(TILE + 4)]
 
 
 def prompts_step(slots: list[int], **more: object) -> ScheduledBatch:
@@ -149,9 +87,9 @@ def prompts_step(slots: list[int], **more: object) -> ScheduledBatch:
     )  # fmt: skip
 
 
-def test_rows_of_the_base_keep_their_bits(adapted: ModelRunner, folders: Folders) -> None:
+def test_rows_of_the_base_keep_their_bits(adapted: ModelRunner, lora_folders: Folders) -> None:
     """Beside rows with adapters, whichever they are."""
-    loads = (load(adapted, 0, folders.adapters["all"]), load(adapted, 1, folders.adapters["widest"]))
+    loads = (load(adapted, 0, lora_folders.adapters["all"]), load(adapted, 1, lora_folders.adapters["widest"]))
     with sampled_logits() as found:
         for slots in ([], [-1, 0, -1, 1], [-1, 1, -1, -1]):
             adapted.run(prompts_step(slots, lora_loads=loads))
@@ -162,8 +100,8 @@ def test_rows_of_the_base_keep_their_bits(adapted: ModelRunner, folders: Folders
     assert torch.equal(second[3], base[3])
 
 
-def test_a_row_with_an_adapter_keeps_its_bits_beside_others(adapted: ModelRunner, folders: Folders) -> None:
-    loads = (load(adapted, 0, folders.adapters["all"]), load(adapted, 1, folders.adapters["widest"]))
+def test_a_row_with_an_adapter_keeps_its_bits_beside_others(adapted: ModelRunner, lora_folders: Folders) -> None:
+    loads = (load(adapted, 0, lora_folders.adapters["all"]), load(adapted, 1, lora_folders.adapters["widest"]))
     with sampled_logits() as found:
         for slots in ([0, 0, -1, 1], [0, 1, 1, 1], [0, -1, -1, 1]):
             adapted.run(prompts_step(slots, lora_loads=loads))
@@ -171,8 +109,8 @@ def test_a_row_with_an_adapter_keeps_its_bits_beside_others(adapted: ModelRunner
         assert torch.equal(other[[0, 3]], found[0][[0, 3]])
 
 
-def test_scored_and_pooled_prompts(folders: Folders, adapted: ModelRunner) -> None:
-    merged = ModelRunner.load(settings(folders.merged["all"], enable_lora=False))
+def test_scored_and_pooled_prompts(lora_folders: Folders, adapted: ModelRunner) -> None:
+    merged = ModelRunner.load(settings(lora_folders.merged["all"], enable_lora=False))
     asked = SamplingParams(temperature=0.0, prompt_logprobs=2)
     prompt = requests_of("all")[0].prompt_token_ids
 
@@ -188,7 +126,7 @@ def test_scored_and_pooled_prompts(folders: Folders, adapted: ModelRunner) -> No
         )  # fmt: skip
 
     of_base, of_merged = (runner.run(step()) for runner in (adapted, merged))
-    loads = (load(adapted, 3, folders.adapters["all"]),)
+    loads = (load(adapted, 3, lora_folders.adapters["all"]),)
     found = adapted.run(step(lora_slots=np.array([3, 3], np.int32), lora_loads=loads))
     scores = [[top.logprob for top in one.prompt_logprobs[0]] for one in (found, of_merged, of_base)]
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
@@ -244,8 +182,8 @@ def test_rows_with_adapters_in_both_variants_of_the_weights(tmp_path: Path) -> N
     assert (quantized[1] - full[1]).norm() < 0.1 * (quantized[1] - base[1]).norm()
 
 
-def test_without_the_setting_nothing_is_made(folders: Folders) -> None:
-    runner = ModelRunner.load(settings(folders.base, enable_lora=False))
+def test_without_the_setting_nothing_is_made(lora_folders: Folders) -> None:
+    runner = ModelRunner.load(settings(lora_folders.base, enable_lora=False))
     model = runner._steps.model
     assert LoraStacks.of(model) is runner._lora is None
     assert all(linear.lora is None for linear in model.lora_linears)

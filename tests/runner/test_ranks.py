@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 from support.long_runs import examples
 from support.models import tiny_models
 from support.runner import capturable
+from support.runner.chosen_slots import ADAPTERS, MAX_LORAS, MAX_RANK, Answers, Folders, check_mixed, lora_tokens
 from support.runner.decode_workloads import KINDS, LOOPS, workload
 from support.runner.graphed_runner import LOADED_SIZES
 from support.runner.random_loads import WITH_MARGIN, compared_loads
@@ -27,7 +30,7 @@ from support.runner.step_loop import GREEDY, StepLoop, request
 from support.runner.thread_ranks import ThreadRanks
 from tidewheel.batch import RowError, StepOutputs
 from tidewheel.config import EngineConfig
-from tidewheel.errors import InternalError
+from tidewheel.errors import ConfigError, InternalError
 from tidewheel.grammar import Grammar, RowGrammar
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
@@ -225,6 +228,71 @@ def test_a_rank_that_is_short_of_memory_ends_the_group(
             ranks.leader.check()
     else:
         ranks.close()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def lora_ranks(request: pytest.FixtureRequest, lora_folders: Folders) -> Iterator[ThreadRanks]:
+    config = settings(lora_folders.base, enable_lora=True, max_loras=MAX_LORAS, max_lora_rank=MAX_RANK)
+    with ThreadRanks(config, request.param) as ranks:
+        yield ranks
+
+
+def test_rows_have_their_own_adapters(lora_ranks: ThreadRanks, lora_folders: Folders, lora_answers: Answers) -> None:
+    """Also after slots were loaded anew, and in chunks."""
+    names = list(ADAPTERS)
+    for order in (names, names[::-1]):
+        slots = {name: slot for slot, name in enumerate(order)}
+        lora_ranks.poison()
+        check_mixed(lora_ranks.leader, lora_folders, lora_answers, slots, token_budget=20)
+
+
+def test_ranks_forget_what_rank_0_has_dropped(lora_ranks: ThreadRanks, lora_folders: Folders) -> None:
+    runner = lora_ranks.leader
+    StepLoop(runner).run([request("first", tiny_models.prompts(1, 4, 4)[0], 2)])
+    gc.collect()
+    lora_tokens(runner, [request("second", tiny_models.prompts(1, 4, 4)[0], 2)], {})
+    assert lora_ranks.loras_of_followers == [{}] * (len(lora_ranks.runners) - 1)
+    kept, _dropped = (runner.read_lora(folder) for folder in list(lora_folders.adapters.values())[:2])
+    assert [len(loras) for loras in lora_ranks.loras_of_followers] == [2] * (len(lora_ranks.runners) - 1)
+    del _dropped
+    lora_tokens(runner, [request("third", tiny_models.prompts(1, 4, 4)[0], 2)], {})
+    assert [list(loras) for loras in lora_ranks.loras_of_followers] == [
+        [lora_ranks.loras.number(kept)] for _ in lora_ranks.runners[1:]
+    ]
+
+
+def test_all_ranks_refuse_what_one_cannot_read(
+    lora_ranks: ThreadRanks, lora_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(lora_folders.adapters["all"], tmp_path / "adapter")
+    followers, read = lora_ranks.runners[1:], ModelRunner.read_lora
+
+    def read_changed(runner: ModelRunner, path: Path) -> object:
+        (path / "adapter_config.json").touch()
+        return read(runner, path)
+
+    def read_replaced(runner: ModelRunner, path: Path) -> object:
+        if runner in followers:
+            shutil.copy(path / "adapter_config.json", tmp_path / "config")
+            (tmp_path / "config").rename(path / "adapter_config.json")
+        return read(runner, path)
+
+    def read_failing(runner: ModelRunner, path: Path) -> object:
+        if runner is followers[-1]:
+            raise MemoryError("no room")
+        return read(runner, path)
+
+    for change, problem in (
+        (read_changed, r"adapter changed while it was read: load it again$"),
+        (read_replaced, r"adapter changed while it was read: load it again$"),
+        (read_failing, r"adapter cannot be read: no room$"),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(ConfigError, match=problem):
+            patched.setattr(ModelRunner, "read_lora", change)
+            lora_ranks.leader.read_lora(folder)
+    with pytest.raises(ConfigError, match="nowhere"):
+        lora_ranks.leader.read_lora(tmp_path / "nowhere")
+    assert lora_ranks.leader.read_lora(folder).rank == ADAPTERS["all"]["rank"]
 
 
 def test_recorded_graphs_call_collectives_in_the_order_of_all_ranks(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
@@ -16,24 +17,22 @@ from pathlib import Path
 import msgspec
 
 from tidewheel.errors import ConfigError, TidewheelError
-from tidewheel.models.lora_folder import LoraWeights
+from tidewheel.models import lora_config
+from tidewheel.models.lora_folder import WEIGHTS_NAME, LoraWeights
 from tidewheel.models.model_folder import one_line
 
 Read = Callable[[Path], LoraWeights]
+FileState = tuple[int, int, int]  # inode, bytes, and the time of the last change in ns
+CLOCK_TICK_S = 0.01  # changes within a tick of the kernel's clock may have one time
 
 
 class ReadOrder(msgspec.Struct, array_like=True):
     number: int  # of the adapter
     folder: str
+    files: list[FileState]
 
 
-class ReadAnswer(msgspec.Struct, array_like=True):
-    problem: str = ""
-    files: list[tuple[str, int, int, int]] = []  # name, inode, size and time of the last change, in ns
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_orders, _answers = msgspec.msgpack.Decoder(ReadOrder), msgspec.msgpack.Decoder(ReadAnswer)
+_encode, _orders = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ReadOrder)
 
 
 class LeaderLoras:
@@ -47,19 +46,17 @@ class LeaderLoras:
 
     def read(self, folder: Path, read: Read) -> LoraWeights:
         """Read an adapter on all ranks, for one caller at a time. Raise `ConfigError`."""
-        number = next(self._unused)
+        order = ReadOrder(next(self._unused), str(folder), _files(folder))
+        time.sleep(CLOCK_TICK_S)  # any rank sees a change from here on
         for connection in self._connections:
-            connection.send_bytes(_encode(ReadOrder(number, str(folder))))
-        weights, own = _read(folder, read)
-        answers = [own, *(_answers.decode(connection.recv_bytes()) for connection in self._connections)]
-        problems = [answer.problem for answer in answers if answer.problem]
-        if any(answer != own for answer in answers):
-            problems.append(_changed(folder))
-        if problems or weights is None:
-            self._dropped.append(number)
-            raise ConfigError(problems[0])
-        self._numbers[weights] = number
-        weakref.finalize(weights, self._dropped.append, number)
+            connection.send_bytes(_encode(order))
+        weights, own = _read(order, read)
+        problems = [own, *(connection.recv_bytes().decode() for connection in self._connections)]
+        if weights is None or any(problems):
+            self._dropped.append(order.number)
+            raise ConfigError(next(filter(None, problems)))
+        self._numbers[weights] = order.number
+        weakref.finalize(weights, self._dropped.append, order.number)
         return weights
 
     def number(self, weights: LoraWeights) -> int:
@@ -75,30 +72,33 @@ def serve_reads(connection: Connection, read: Read, loras: MutableMapping[int, L
     with connection, contextlib.suppress(EOFError, OSError):
         while True:
             order = _orders.decode(connection.recv_bytes())
-            weights, answer = _read(Path(order.folder), read)
+            weights, problem = _read(order, read)
             if weights is not None:
                 loras[order.number] = weights
-            connection.send_bytes(_encode(answer))
+            connection.send_bytes(problem.encode())
 
 
-def _read(folder: Path, read: Read) -> tuple[LoraWeights | None, ReadAnswer]:
-    """Read a rank's part. The files in the answer are those of the part, or it is a problem."""
+def _read(order: ReadOrder, read: Read) -> tuple[LoraWeights | None, str]:
+    """Return a rank's part, or why there is none."""
+    folder = Path(order.folder)
     try:
-        before = _files(folder)
         weights = read(folder)
-        if _files(folder) != before:
-            return None, ReadAnswer(_changed(folder))
     except TidewheelError as error:
-        return None, ReadAnswer(str(error))
+        return None, str(error)
     except Exception as error:  # it must be answered
-        return None, ReadAnswer(f"{folder} cannot be read: {one_line(error)}")
-    return weights, ReadAnswer(files=before)
+        return None, f"{folder} cannot be read: {one_line(error)}"
+    if _files(folder) != order.files:
+        return None, f"{folder} changed while it was read: load it again"
+    return weights, ""
 
 
-def _files(folder: Path) -> list[tuple[str, int, int, int]]:
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir())] if folder.is_dir() else []
-    return [(name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in found]
+def _files(folder: Path) -> list[FileState]:
+    return [_state(folder / name) for name in (lora_config.NAME, WEIGHTS_NAME)]
 
 
-def _changed(folder: Path) -> str:
-    return f"{folder} changed while it was read: load it again"
+def _state(path: Path) -> FileState:
+    try:
+        stat = path.stat()
+    except OSError:  # the reader says what is wrong
+        return 0, 0, 0
+    return stat.st_ino, stat.st_size, stat.st_ctime_ns

@@ -13,10 +13,22 @@ from unittest import mock
 
 import torch
 
-from tidewheel_kernels import AttentionMetadata, activation, attention, kv_cache, norm, packed_linear, rope, sampling
+from tidewheel_kernels import (
+    AttentionMetadata,
+    activation,
+    attention,
+    kv_cache,
+    lora,
+    norm,
+    packed_linear,
+    rope,
+    sampling,
+)
 from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
 from tidewheel_kernels.attention.cpu import paged_attention_cpu
 from tidewheel_kernels.kv_cache.reference import scales_of, stored
+from tidewheel_kernels.lora.reference import add_lora_reference
+from tidewheel_kernels.lora.stacks import LoraStack, StaticLoraStack
 from tidewheel_kernels.norm.cpu import rms_norm_cpu
 from tidewheel_kernels.norm.reference import normalized
 from tidewheel_kernels.rope.reference import rotate_neox
@@ -35,6 +47,7 @@ def installed() -> Iterator[None]:
             (sampling._OP, sample_reference),
             (norm._OP, rms_norm_cpu),
             (activation._OP, silu_and_mul_cpu),
+            (lora._OP, add_lora),
         ):
             stack.enter_context(
                 mock.patch.object(operation, "chosen", defaultdict(lambda function=function: function))
@@ -149,3 +162,18 @@ def write_cache(values: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.T
     flat.index_copy_(
         0, torch.where(is_padding, first, slot_mapping), torch.where(is_padding[:, None, None], written, values)
     )
+
+
+def add_lora(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, groups: lora.LoraGroups) -> None:
+    if not isinstance(stack, StaticLoraStack):
+        return add_lora_reference(out, x, stack, groups)
+    tokens, slots = groups.tokens.view(-1, lora.TILE), groups.slots.clamp(min=0)
+    places = tokens.clamp(min=0).flatten()
+    is_rank = (torch.arange(stack.sizes.max_rank) < stack.ranks.index_select(0, slots)[..., None])[..., None]
+    a = torch.where(is_rank, stack.a.index_select(0, slots).float(), 0)  # [tiles, parts, ranks, inputs]
+    products = torch.einsum("mti,mpri->mptr", x.index_select(0, places).float().view(len(slots), lora.TILE, -1), a)
+    outputs = stack.b.index_select(0, slots).float().split(stack.sizes.part_sizes, 2)
+    sums = torch.cat([products[:, p] @ torch.where(is_rank[:, p], b, 0) for p, b in enumerate(outputs)], -1)
+    sums = torch.where((tokens >= 0)[..., None], sums, 0).flatten(0, 1)
+    out.copy_(out.float().index_add(0, places, sums))
+    return None

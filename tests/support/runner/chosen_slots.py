@@ -5,18 +5,41 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from support.runner.step_loop import StepLoop
+from support.models import tiny_models
+from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.config import EngineConfig
 from tidewheel.lora import NO_SLOT, Lora, LoraLoad
 from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingStep
-from tidewheel_kernels.lora import TILE, LoraGroups, LoraMatrices, LoraSizes, LoraStack
+
+MAX_LORAS, MAX_RANK = 4, 8
+ADAPTERS: Mapping[str, Mapping[str, object]] = {
+    "all": {"rank": 4},
+    "widest": {"rank": 8, "use_rslora": True},
+    "attention": {"rank": 2, "targets": ("q_proj", "v_proj")},
+    "last layer": {"rank": 3, "targets": ("k_proj", "up_proj", "down_proj"), "layers": [1]},
+}
+Answers = dict[str, list[list[int]]]  # tokens by adapter, of the base as ""
+
+
+class Folders(NamedTuple):
+    base: Path
+    adapters: dict[str, Path]
+    merged: dict[str, Path]  # with the base as ""
+
+
+def settings(folder: Path, **changes: object) -> EngineConfig:
+    given: dict[str, object] = {
+        "dtype": "float32", "device": "cpu", "max_num_seqs": 16, "num_blocks": 64, "block_size": 16, "num_threads": 1,
+        "enable_lora": True, "max_loras": MAX_LORAS, "max_lora_rank": MAX_RANK, **changes,
+    }  # fmt: skip
+    return EngineConfig(model=str(folder), **given)
 
 
 def load(runner: ModelRunner, slot: int, folder: Path) -> LoraLoad:
@@ -53,36 +76,26 @@ def lora_tokens(
     return loop(LoraRunner(runner, slots, loads), **{"prefix_caching": False, **settings}).run(requests)
 
 
-class StaticLoraStack(LoraStack):
-    """Stack as on a GPU, whose tensors keep their places, on a CPU."""
-
-    def __init__(self, sizes: LoraSizes, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(sizes, dtype, device)
-        num_parts = len(sizes.part_sizes)
-        self.a = torch.zeros(sizes.max_loras, num_parts, sizes.max_rank, sizes.in_features, dtype=dtype)
-        self.b = torch.zeros(sizes.max_loras, sizes.out_features, sizes.max_rank, dtype=dtype)
-        self.num_bytes = self.a.nbytes + self.b.nbytes
-
-    def _set(self, slot: int, parts: Sequence[LoraMatrices | None]) -> None:
-        self.a[slot], self.b[slot] = 0, 0
-        outputs = self.b[slot].split(self.sizes.part_sizes)
-        for index, part in enumerate(parts):
-            if part is not None:
-                rank = part.a.shape[0]
-                self.a[slot, index, :rank], outputs[index][:, :rank] = part
-
-    def matrices(self, slot: int) -> Sequence[LoraMatrices]:
-        outputs = self.b[slot].split(self.sizes.part_sizes)
-        return [LoraMatrices(*pair) for pair in zip(self.a[slot], outputs, strict=True)]
+def requests_of(name: str) -> list[Request]:
+    prompts = tiny_models.prompts(4, 1, 40, seed=3)
+    return [request(f"{name}/{number}", prompt, 8) for number, prompt in enumerate(prompts)]
 
 
-def add_lora(out: torch.Tensor, x: torch.Tensor, stack: StaticLoraStack, groups: LoraGroups) -> None:
-    """Add adapters without a read of values on the host."""
-    tokens, slots = groups.tokens.view(-1, TILE), groups.slots.clamp(min=0)
-    places = tokens.clamp(min=0).flatten()
-    inputs = x.index_select(0, places).float().view(len(slots), TILE, -1)
-    hidden = torch.einsum("mti,mpri->mptr", inputs, stack.a.index_select(0, slots).float())
-    outputs = stack.b.index_select(0, slots).float().split(stack.sizes.part_sizes, 1)
-    sums = torch.cat([hidden[:, p] @ b.transpose(1, 2) for p, b in enumerate(outputs)], -1)
-    sums = torch.where((tokens >= 0)[..., None], sums, 0).flatten(0, 1)
-    out.copy_(out.float().index_add(0, places, sums))
+def mixed(names: Mapping[str, int]) -> tuple[list[Request], dict[str, int]]:
+    """Return the requests of all names in turns, and the slots of those that have an adapter."""
+    requests = [each for turn in zip(*map(requests_of, names), strict=True) for each in turn]
+    return requests, {each.request_id: names[each.request_id.split("/")[0]] for each in requests}
+
+
+def check_mixed(
+    runner: ModelRunner, folders: Folders, expected: Answers, slots: Mapping[str, int],
+    *, loads: bool = True, **settings: object,
+) -> None:  # fmt: skip
+    """Compare the tokens of requests of the base, and of the adapters of `slots`, in one load."""
+    orders = [load(runner, slot, folders.adapters[name]) for name, slot in slots.items() if loads]
+    requests, slot_of = mixed({"": NO_SLOT, **slots})
+    poison(runner)
+    tokens = lora_tokens(runner, requests, slot_of, orders, **settings)
+    for name in ("", *slots):
+        pairs = zip(tokens, requests, strict=True)
+        assert [answer for answer, each in pairs if each.request_id.startswith(f"{name}/")] == expected[name], name

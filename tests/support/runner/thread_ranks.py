@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 import torch
@@ -107,7 +108,7 @@ class ThreadRanks:
         followers = list(zip(self.runners[1:], self._queues, self.loras_of_followers, strict=True))
         self._threads = [threading.Thread(target=self._follow, args=each, daemon=True) for each in followers]
         self._threads += [
-            threading.Thread(target=serve_reads, args=(other, runner.read_lora, loras), daemon=True)
+            threading.Thread(target=self._serve_reads, args=(other, runner, loras), daemon=True)
             for (runner, _, loras), (_, other) in zip(followers, self._pipes, strict=True)
         ]
         for thread in self._threads:
@@ -135,6 +136,9 @@ class ThreadRanks:
         except BaseException as error:
             self.failures.append(error)
             self.exchange.abort()
+
+    def _serve_reads(self, pipe: Connection, runner: ModelRunner, loras: dict[int, LoraWeights]) -> None:
+        serve_reads(pipe, lambda folder: runner.read_lora(folder), loras)  # as tests replace it
 
     def poison(self) -> None:
         for runner in self.runners:

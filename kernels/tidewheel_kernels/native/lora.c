@@ -23,33 +23,71 @@ INLINE ints load_vector(const element *from, int64_t count) {
     return vector;
 }
 
+#if defined __AVX512F__
+/* Add both halves of segments of 2 * width lanes: of `a` to the lower lanes, of `b` to the upper. */
+INLINE floats add_halves(floats a, floats b, const int width) {
+    ints lower, upper;
+    for (int lane = 0; lane < LANES; lane++) {
+        int is_b = (lane & width) != 0;
+        lower[lane] = (lane & ~width) + is_b * LANES;
+        upper[lane] = (lane | width) + is_b * LANES;
+    }
+    return __builtin_shuffle(a, b, lower) + __builtin_shuffle(a, b, upper);
+}
+
+/* Write the sum of lanes of each vector, with one order of additions for any number of vectors. */
+INLINE void add_lanes(floats vectors[LANES], const int count, float sums[LANES]) {
+    int left = count > 8 ? 16 : count > 4 ? 8 : count > 2 ? 4 : count, step = LANES / left;
+    for (int i = count; i < left; i++) vectors[i] = (floats){0};
+    for (int width = LANES / 2; width; width /= 2) {
+        if (left == 1) vectors[0] = add_halves(vectors[0], vectors[0], width);
+        for (int i = 0; i < left / 2; i++) vectors[i] = add_halves(vectors[i], vectors[i + left / 2], width);
+        left = left > 1 ? left / 2 : 1;
+    }
+    for (int i = 0; i < count; i++) sums[i] = vectors[0][i * step];
+}
+#else
 /* Not inlined: one order of additions for all. */
-static __attribute__((noinline)) float sum_of_lanes(floats v) {
+static __attribute__((noinline)) float sum_of_lanes(const floats *v) {
     float half[LANES / 2], total = 0.0f;
-    for (int i = 0; i < LANES / 2; i++) half[i] = v[i] + v[i + LANES / 2];
+    for (int i = 0; i < LANES / 2; i++) half[i] = (*v)[i] + (*v)[i + LANES / 2];
     for (int i = 0; i < LANES / 2; i++) total += half[i];
     return total;
+}
+
+INLINE void add_lanes(floats *vectors, const int count, float *sums) {
+    for (int i = 0; i < count; i++) sums[i] = sum_of_lanes(vectors + i);
+}
+#endif
+
+/* Add the products of up to PER_VECTOR inputs. */
+INLINE void add_inputs(
+    floats *sum, const element *a, int64_t num_inputs, const element *const x[LORA_FEW], int64_t k, int64_t count,
+    const int num_rows, const int num_ranks) {
+    ints of_a[LORA_RANKS];
+    for (int c = 0; c < num_ranks; c++) {
+        of_a[c] = load_vector(a + c * num_inputs + k, count);
+        __builtin_prefetch(a + (c + num_ranks) * num_inputs + k);
+    }
+    for (int r = 0; r < num_rows; r++) {
+        ints of_x = load_vector(x[r] + k, count);
+        for (int c = 0; c < num_ranks; c++) sum[r * num_ranks + c] = add_pairs(sum[r * num_ranks + c], of_a[c], of_x);
+    }
 }
 
 INLINE void shrink_few(
     const element *a, int64_t num_inputs, const element *const x[LORA_FEW], float *const h[LORA_FEW],
     const int num_rows, const int num_ranks) {
-    floats sum[LORA_FEW][LORA_RANKS];
+    floats sum[LANES];
+    float sums[LANES];
+    int64_t k = 0;
+    for (int i = 0; i < num_rows * num_ranks; i++) sum[i] = (floats){0};
+    for (; k + PER_VECTOR <= num_inputs; k += PER_VECTOR)
+        add_inputs(sum, a, num_inputs, x, k, PER_VECTOR, num_rows, num_ranks);
+    if (k < num_inputs) add_inputs(sum, a, num_inputs, x, k, num_inputs - k, num_rows, num_ranks);
+    add_lanes(sum, num_rows * num_ranks, sums);
     for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_ranks; c++) sum[r][c] = (floats){0};
-    for (int64_t k = 0; k < num_inputs; k += PER_VECTOR) {
-        ints of_a[LORA_RANKS];
-        for (int c = 0; c < num_ranks; c++) {
-            of_a[c] = load_vector(a + c * num_inputs + k, num_inputs - k);
-            __builtin_prefetch(a + (c + num_ranks) * num_inputs + k);
-        }
-        for (int r = 0; r < num_rows; r++) {
-            ints of_x = load_vector(x[r] + k, num_inputs - k);
-            for (int c = 0; c < num_ranks; c++) sum[r][c] = add_pairs(sum[r][c], of_a[c], of_x);
-        }
-    }
-    for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_ranks; c++) h[r][c] = sum_of_lanes(sum[r][c]);
+        for (int c = 0; c < num_ranks; c++) h[r][c] = sums[r * num_ranks + c];
 }
 
 static void shrink_rank(

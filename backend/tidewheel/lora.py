@@ -32,7 +32,6 @@ class Lora:
     folder: Path
     weights: Any = None  # `tidewheel.models.lora_folder.LoraWeights`
     error: TidewheelError | None = None
-    retry_at: float = 0.0  # when to read it again after an error, monotonic seconds
     rank: int | None = None  # None: not read yet
     stamp: object = None  # of its files, when they were read
 

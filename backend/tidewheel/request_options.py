@@ -14,13 +14,13 @@ from tidewheel.tenants import MAX_TENANT_CHARS
 
 _option = partial(Parameter, is_tensor=False)
 MAX_CALLED_TOOLS = 64
-MAX_LORA_PATH_BYTES = 4096
 # Options that make a request an order, without a prompt, each with those that go with it.
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "close_session": ("session_id", "tenant"),
     "pause_session": ("session_id", "tenant"),
     "lora_order": ("lora_name", "lora_path", "tenant"),
 }
+_LORA_ORDERS = {"load": ("lora_name", "lora_path"), "unload": ("lora_name",), "list": ()}
 MAX_DEADLINE_MS = 30 * 86_400_000.0  # later ones count as this
 
 
@@ -76,12 +76,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lora_name: Annotated[
         str, _option("LoRA adapter; not given: the base model", max_chars=MAX_LORA_NAME_CHARS, is_printable=True)
     ] = ""
-    lora_order: Annotated[
-        str, _option("order about adapters, without a prompt", choices=("load", "unload", "list"))
-    ] = ""
-    lora_path: Annotated[
-        str, _option("folder of the adapter to load", max_bytes=MAX_LORA_PATH_BYTES, is_printable=True)
-    ] = ""
+    lora_order: Annotated[str, _option("order about adapters, without a prompt", choices=tuple(_LORA_ORDERS))] = ""
+    lora_path: Annotated[str, _option("folder of the adapter to load", max_bytes=4096, is_printable=True)] = ""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -99,18 +95,14 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"{ttl}, and session_id is not set: set both or none")
         if not self.session_id and "session_id" in ORDERS.get(self.order, ()):
             raise InvalidRequest(f"{self.order} is set, and session_id is not: name the session")
-        self._check_lora_order()
+        given = tuple(name for name in ("lora_name", "lora_path") if getattr(self, name))
+        if (self.lora_order or self.lora_path) and given != _LORA_ORDERS.get(self.lora_order):
+            raise InvalidRequest(
+                f"lora_order is {self.lora_order!r}, with {' and '.join(given) or 'no adapter'}: load goes with "
+                "lora_name and lora_path, unload with lora_name, and list with none of them"
+            )
         if self.session_id and self.n > 1:
             raise InvalidRequest(f"n is {self.n} with a session_id: a session goes on from one sequence")
-
-    def _check_lora_order(self) -> None:
-        if self.lora_path and self.lora_order != "load":
-            raise InvalidRequest("lora_path is set: it goes with lora_order load")
-        if self.lora_order == "load" and not self.lora_path:
-            raise InvalidRequest("lora_order is load, and lora_path is not set: name the adapter's folder")
-        if self.lora_order and bool(self.lora_name) != (self.lora_order != "list"):
-            wanted = "leave lora_name out" if self.lora_name else "set lora_name"
-            raise InvalidRequest(f"lora_order is {self.lora_order}: {wanted}")
 
     @property
     def order(self) -> str:

@@ -54,13 +54,6 @@ def test_a_follower_goes_on_where_the_publisher_stopped() -> None:
     assert value("c") == 12
 
 
-def test_a_gauge_whose_value_is_absent_is_zero() -> None:
-    gauge = NumberSeries(Metric("lora", "gauge", "l", "d", label="lora"), LABELS)
-    gauge.advance({"a": 2, "b": 3})
-    gauge.advance({"b": 4})
-    assert (value("l", lora="a", **LABELS), value("l", lora="b", **LABELS)) == (0, 4)
-
-
 def test_gauge_sends_changes() -> None:
     gauge = NumberSeries(GAUGE, LABELS)
     for number in (0, 0, 2, 2):

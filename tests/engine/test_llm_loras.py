@@ -87,9 +87,11 @@ def test_a_defective_adapter_ends_its_requests_alone(models: Models) -> None:
     write_peft(models.folder / "d", models.base)
     (models.folder / "d" / "adapter_model.safetensors").write_bytes(b"junk")
     with load(models.base, enable_lora=True, lora_modules=modules(models, "ad")) as llm:
-        with pytest.raises(InvalidRequest, match="LoRA d: "):
-            llm.generate({"input_ids": [5]}, GREEDY, lora_name="d", use_tqdm=False)
-        assert tokens_of(llm, ["a"]) == models.tokens["a"]
+        names = [RequestOptions(lora_name=name) for name in "da"]
+        for _ in range(2):
+            broken, other = llm.generate([{"input_ids": PROMPTS[0]}] * 2, GREEDY, names, use_tqdm=False)
+            assert isinstance(broken.error, InvalidRequest) and broken.error.message.startswith("LoRA d: ")
+            assert other.token_ids == models.tokens["a"][0]
 
 
 def test_adapters_that_are_not_enabled(models: Models) -> None:

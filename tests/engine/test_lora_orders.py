@@ -80,7 +80,7 @@ def test_adapters_come_and_go(connect: Connect, config: EngineConfig, folder: Pa
     unknown = "LoRA new is not supported, we currently support ['a', 'b']"
     assert ends(client, 5, "new") == unknown
     assert orders.order("unload", "new") == f"TW-NOT-FOUND: {unknown}"
-    assert orders.order("load", "new", "/etc").startswith("TW-INPUT: LoRA new: lora_path leads to /etc")
+    assert orders.order("load", "new", "/etc").startswith("TW-INPUT: lora_path leads to /etc: it must lie below")
     assert orders.order("load", "new", "b") == "TW-INPUT: LoRA new: b: rank 64 is over max_lora_rank 16"
 
 

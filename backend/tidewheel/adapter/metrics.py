@@ -42,10 +42,7 @@ _LABEL_VALUES: Mapping[str, Sequence[str]] = {
 
 
 class NumberSeries:
-    """Gauge or counter, with a series per label value ("": no label).
-
-    A total that shrinks counts from 0. A gauge whose value is absent is 0.
-    """
+    """Gauge or counter, with a series per label value ("": no label). A total that shrinks counts from 0."""
 
     def __init__(self, metric: Metric, labels: Labels, values: Iterable[str] = ()) -> None:
         self._is_gauge = metric.kind == "gauge"
@@ -60,8 +57,6 @@ class NumberSeries:
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
         """Publish the metric's values, by label. Without `is_ours`, only note them: another front end publishes."""
-        if self._is_gauge and len(numbers) < len(self._last):
-            numbers = {**dict.fromkeys(self._last, 0.0), **numbers}
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():

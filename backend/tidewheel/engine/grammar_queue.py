@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from tidewheel.engine.front_ends import FrontEnd
 from tidewheel.engine.messages import RETRY_AFTER_MS, AddRequest
@@ -60,7 +61,11 @@ class GrammarQueue:
         self._waiting.append((front_end, message))
 
     def take_compiled(self) -> list[tuple[FrontEnd, AddRequest, TokenGrammar | TidewheelError]]:
-        done = {source: _result(job) for source, job in self._jobs.items() if job.done()}
+        done = {
+            source: result_of(job, "the grammar could not be compiled")
+            for source, job in self._jobs.items()
+            if job.done()
+        }
         if not done:
             return []
         for source, result in done.items():
@@ -85,11 +90,12 @@ class GrammarQueue:
         return len(self._waiting) < num_before
 
 
-def _result(job: Future[TokenGrammar]) -> TokenGrammar | TidewheelError:
+def result_of(job: Future[Any], problem: str) -> Any:
+    """Return a finished job's result or `TidewheelError`. `problem` says what an unexpected error prevents."""
     error = job.exception()
     if error is None:
         return job.result()
     if isinstance(error, TidewheelError):
         return error
-    log.error("a grammar could not be compiled", exc_info=error)
-    return InternalError("the grammar could not be compiled; the server's log says why")
+    log.error("%s", problem, exc_info=error)
+    return InternalError(f"{problem}; the server's log says why")

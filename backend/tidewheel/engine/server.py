@@ -112,7 +112,7 @@ class EngineServer:
         if self.config.debug_invariants:
             self.scheduler.check_invariants()
         is_busy = self.scheduler.num_waiting > 0 if self.config.is_remote else self._core.has_unfinished
-        is_busy = is_busy or self._grammars.num_waiting > 0 or self._loras.num_reads > 0
+        is_busy = is_busy or self._grammars.num_waiting > 0 or bool(self._loras.reads)
         self.arbiter.wait(self.socket, 1 if is_busy else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:

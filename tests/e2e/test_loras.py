@@ -256,7 +256,7 @@ def with_first(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
 BAD: Mapping[str, tuple[Damage, str]] = {
     "absent": (shutil.rmtree, "there is no folder"),
     "not a number": (with_first(lambda tensor: tensor.index_fill(1, torch.tensor([0]), np.nan)), "finite"),
-    "of another base": (with_first(lambda tensor: tensor[:, :-8].contiguous()), "this base needs"),
+    "of another base": (with_first(lambda tensor: tensor[:, :-8].contiguous()), "this base asks for"),
     "too high a rank": (lambda folder: write_peft(folder, WEIGHTS, rank=32), "max_lora_rank, which is 16"),
     "DoRA": (with_fields(use_dora=True), "use_dora"),
     "pickled": (lambda folder: (folder / WEIGHTS_NAME).rename(folder / "adapter_model.bin"), "never loaded"),

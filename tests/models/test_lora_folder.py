@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -26,13 +27,11 @@ from support.models.peft_folders import (
 )
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models import lora_folder
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import plan_model
-from tidewheel.models.lora_folder import LoraWeights, open_lora, read_lora
+from tidewheel.models.lora_folder import LoraFile, LoraWeights, names_of, read_lora
 from tidewheel.models.model_folder import read_config
 from tidewheel.models.shard import Shard
-from tidewheel_kernels.lora import LoraMatrices
 
 MAX_RANK = 16
 LAYER = "model.layers.1.self_attn.q_proj"
@@ -134,27 +133,26 @@ def test_ranks_and_bytes(tmp_path: Path, base: Path, model: Decoder) -> None:
     weights = read_lora(adapter, model, MAX_RANK)
     assert weights.rank == 9
     tensors = [tensor for _, a, b in matrices(weights, model) for tensor in (a, b)]
-    assert 0 <= weights.num_bytes - sum(tensor.nbytes for tensor in tensors) < 64 * len(tensors)
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors)
     assert all(a.is_contiguous() and b.t().is_contiguous() for _, a, b in matrices(weights, model))
 
 
-def test_for_a_gpu_both_are_contiguous_in_one_piece_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = []
-
-    def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-        pieces.append((torch.empty(num_bytes, dtype=torch.uint8), device))
-        return pieces[-1][0]
-
-    monkeypatch.setattr(lora_folder, "pinned_memory", pinned)
-    sizes = {"x": (3, 5, 7), "y": (1, 2, 2)}
-    pairs = {name: LoraMatrices(torch.randn(r, i), torch.randn(o, r)) for name, (r, i, o) in sizes.items()}
-    kept, num_bytes = lora_folder._together(pairs, torch.device("cuda", 1))
-    [(memory, device)] = pieces
-    assert (len(memory), device.index) == (num_bytes, 1)
-    for name, (a, b) in kept.items():
-        assert a.equal(pairs[name].a) and b.equal(pairs[name].b) and a.is_contiguous() and b.is_contiguous()
-        assert {a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()} == {memory.data_ptr()}
+def test_for_a_gpu_both_are_contiguous_in_one_piece_of_pinned_memory(
+    tmp_path: Path, base: Path, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    adapter = write_peft(tmp_path, base)
+    of_cpu, dtype = read_lora(adapter, model, MAX_RANK), model.norm.dtype
+    values = LoraFile(adapter, model, MAX_RANK).rounded(dtype, torch.device("cuda", 1))
+    [memory] = pinned
+    assert memory.nbytes == of_cpu.num_bytes
+    for name, a, b in matrices(of_cpu, model):
+        of_gpu = [values[half] for half in names_of(name.removesuffix(".weight"))]
+        assert of_gpu[0].equal(a) and of_gpu[1].equal(b)
+    assert all(value.is_contiguous() for value in values.values())
+    assert {value.untyped_storage().data_ptr() for value in values.values()} == {memory.data_ptr()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -192,10 +190,11 @@ def test_parts_of_ranks_sum_to_the_whole(tmp_path: Path, base: Path, num_ranks: 
     assert_same(found, deltas(adapter))
 
 
-def test_ranks_check_the_values_of_others(tmp_path: Path, base: Path) -> None:
+def test_the_rank_that_has_the_values_checks_them(tmp_path: Path, base: Path) -> None:
     adapter = changed(write_peft(tmp_path, base), B, lambda b: b.index_fill(0, torch.tensor([0]), float("nan")))
+    assert read_lora(adapter, decoder(base, Shard(1, 2)), MAX_RANK)
     with pytest.raises(ConfigError, match="NaN"):
-        read_lora(adapter, decoder(base, Shard(1, 2)), MAX_RANK)
+        read_lora(adapter, decoder(base, Shard(0, 2)), MAX_RANK)
 
 
 def changed(adapter: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
@@ -248,12 +247,13 @@ def both(change_a: Callable[[torch.Tensor], torch.Tensor], change_b: Callable[[t
     return lambda adapter: changed(changed(adapter, A, change_a), B, change_b)
 
 
+NEEDS, NO_PLACE = "this base asks for", "weight, which this base has no place for"
 ONLY_PLAIN = "it must be off or left out: only plain LoRA of linear layers is served"
 DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no-config": (lambda adapter: (adapter / CONFIG_NAME).unlink(), f"{CONFIG_NAME} does not exist: give the folder"),
     "no-json": (lambda adapter: (adapter / CONFIG_NAME).write_text("{"), f"{CONFIG_NAME} is not JSON"),
     "large-config": (
-        lambda adapter: (adapter / CONFIG_NAME).write_text(" " * (2 << 20)), "2097152 bytes, and at most 1048576 are"
+        lambda adapter: (adapter / CONFIG_NAME).write_text(" " * (2 << 20)), "2097152 bytes, and at most 262144 are"
     ),
     "no-weights": (lambda adapter: (adapter / WEIGHTS_NAME).unlink(), "has no weights: save the adapter with PEFT"),
     "pickle": (as_pickle, "has pickled weights only, which are never loaded: save the adapter with PEFT as"),
@@ -270,6 +270,11 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (with_field("use_qalora", True), f"use_qalora is True, {ONLY_PLAIN}"),
     "unknown-field": (with_field("use_tomorrow", 1), f"use_tomorrow is 1, {ONLY_PLAIN}"),
     "base-changed": (with_field("init_lora_weights", "pissa_niter_4"), "'pissa_niter_4', it must be .*convert"),
+    "patterns": (
+        with_field("alpha_pattern", {f"layer{i}": 1 for i in range(1025)}),
+        "alpha_pattern has 1025 keys, at most 1024 are read",
+    ),
+    "rank-pattern": (with_field("rank_pattern", {".*mlp.*": 2}), r"rank_pattern: \.\*mlp\.\* is 2, .* are not run"),
     "no-rank": (with_field("r", None), "r is None, it must be an integer from 1"),
     "no-alpha": (with_field("lora_alpha", 0), "lora_alpha is 0, it must be a number from 1e-12"),
     "nan-alpha": (with_field("lora_alpha", float("nan")), "lora_alpha is nan, it must be a number"),
@@ -277,7 +282,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "pattern": (with_field("alpha_pattern", {"(a+)+b": 2}), r"alpha_pattern: \(a\+\)\+b is 2, .* are not run"),
     "pattern-value": (with_field("alpha_pattern", {"q_proj": "2"}), "alpha_pattern: q_proj is '2', it must be a"),
     "rank-value": (with_field("rank_pattern", {"q_proj": 0}), "rank_pattern: q_proj is 0, it must be an"),
-    "other-rank": (with_field("r", 5), r"lora_A of model.layers.0.* has rank 4, .*adapter_config.json has 5"),
+    "other-rank": (with_field("r", 5), rf"lora_A.weight has shape \[4, 128\], {NEEDS} \[5, 128\]"),
     "huge-header": (with_huge_header, r"header claims \d+ bytes of \d+, and at most 79872 are read"),
     "cut": (
         lambda adapter: os.truncate(adapter / WEIGHTS_NAME, (adapter / WEIGHTS_NAME).stat().st_size - 1),
@@ -286,34 +291,32 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "longer": (
         lambda adapter: os.truncate(adapter / WEIGHTS_NAME, 1 << 30), "tensors need .* bytes of data, the file has"
     ),
-    "missing-a": (without(A), f"lora_A of {LAYER} is missing"),
-    "missing-b": (without(B), f"lora_B of {LAYER} is missing"),
+    "missing-a": (without(A), f"the checkpoint lacks {LAYER}.lora_A.weight; its files and this base do not match"),
+    "missing-b": (without(B), f"the checkpoint lacks {LAYER}.lora_B.weight; its files and this base do not"),
     "unknown-layer": (
         with_tensor(f"{PREFIX}model.layers.7.self_attn.q_proj.lora_A.weight", 4, 64),
-        r"layers.7.self_attn.q_proj.lora_A.weight is no lora_A or lora_B of a linear layer of this model",
+        f"has model.layers.7.self_attn.q_proj.lora_A.{NO_PLACE}",
     ),
-    "magnitudes": (with_tensor(f"{PREFIX}{LAYER}.lora_magnitude_vector", 64), "magnitude_vector is no lora_A or"),
-    "bias-of-b": (with_tensor(f"{PREFIX}{LAYER}.lora_B.bias", 64), r"lora_B.bias is no lora_A or lora_B of a linear"),
-    "twice": (with_tensor(A.replace(".weight", ".default.weight"), 4, 64), rf"{LAYER}.*weight is no .* its second"),
-    "norm": (with_tensor(f"{PREFIX}model.norm.lora_A.weight", 4, 64), "norm.lora_A.weight is no lora_A or"),
-    "embedding": (with_tensor(f"{PREFIX}model.embed_tokens.lora_embedding_A", 4, 384), "embed_tokens.* is refused"),
-    "output": (with_tensor(f"{PREFIX}lm_head.lora_A.weight", 4, 64), "lm_head.lora_A.weight is refused: adap"),
-    "saved-output": (with_tensor(f"{PREFIX}lm_head.weight", 384, 64), "lm_head.weight is refused: adapters change"),
+    "magnitudes": (with_tensor(f"{PREFIX}{LAYER}.lora_magnitude_vector", 64), "lora_magnitude_vector, which this"),
+    "bias-of-b": (with_tensor(f"{PREFIX}{LAYER}.lora_B.bias", 64), r"lora_B.bias, which this base has no place for"),
+    "twice": (with_tensor(A.replace(".weight", ".default.weight"), 4, 64), "has two adapters: keep one of them"),
+    "norm": (with_tensor(f"{PREFIX}model.norm.lora_A.weight", 4, 64), f"has model.norm.lora_A.{NO_PLACE}"),
+    "embedding": (with_tensor(f"{PREFIX}model.embed_tokens.lora_embedding_A", 4, 384), "embed_tokens.*: adapters"),
+    "output": (with_tensor(f"{PREFIX}lm_head.lora_A.weight", 4, 64), "lm_head.lora_A.weight: adapters change"),
+    "saved-output": (with_tensor(f"{PREFIX}lm_head.weight", 384, 64), "lm_head.weight: adapters change"),
     "inputs": (
-        tensor(A, lambda a: a[:, :-1]), rf"lora_A of {LAYER} has shape \[4, 63\], this base needs \[4, 64\]"
+        tensor(A, lambda a: a[:, :-1]), rf"{LAYER}.lora_A.weight has shape \[4, 63\], {NEEDS} \[4, 64\]"
     ),
     "outputs": (
-        tensor(B, lambda b: torch.cat((b, b))), rf"lora_B of {LAYER} has shape \[128, 4\], this base needs \[64, 4\]"
+        tensor(B, lambda b: torch.cat((b, b))), rf"{LAYER}.lora_B.weight has shape \[128, 4\], {NEEDS} \[64, 4\]"
     ),
-    "halves": (tensor(B, lambda b: b[:, :3]), rf"lora_B of {LAYER} has shape \[64, 3\], this base needs \[64, 4\]"),
-    "scalar": (tensor(A, lambda a: a[0, 0]), rf"lora_A of {LAYER} has shape \[\], this base needs \[0, 64\]"),
-    "rank": (
-        both(lambda a: a.repeat(5, 1), lambda b: b.repeat(1, 5)),
-        f"lora_A of {LAYER} has rank 20, it must be from 1 to max_lora_rank, which is 16",
+    "halves": (tensor(B, lambda b: b[:, :3]), rf"{LAYER}.lora_B.weight has shape \[64, 3\], {NEEDS} \[64, 4\]"),
+    "scalar": (tensor(A, lambda a: a[0, 0]), rf"{LAYER}.lora_A.weight has shape \[\], {NEEDS} \[4, 64\]"),
+    "rank": (with_field("r", 20), f"model.layers.0.* has rank 20, it must .* max_lora_rank, which is {MAX_RANK}$"),
+    "layers-rank": (
+        with_field("rank_pattern", {"up_proj": 17}), "layers.0.mlp.up_proj has rank 17, it must be from 1 to"
     ),
-    "empty-rank": (both(lambda a: a[:0], lambda b: b[:, :0]), f"lora_A of {LAYER} has rank 0, it must be from 1 to"),
-    "integers": (tensor(A, lambda a: a.to(torch.int8)), f"lora_A of {LAYER} has dtype torch.int8, it must be"),
-    "doubles": (tensor(B, lambda b: b.double()), f"lora_B of {LAYER} has dtype torch.float64, it must be float32 or"),
+    "integers": (tensor(A, lambda a: a.to(torch.int8)), rf"{LAYER}.lora_A.weight has dtype torch.int8; only float"),
     "none": (lambda adapter: write_folder(adapter, read_peft(adapter)[0], {}), "has no tensors: save the adapter"),
 }  # fmt: skip
 
@@ -324,7 +327,7 @@ def test_defects_are_named_before_a_tensor_is_read(tmp_path: Path, base: Path, m
     adapter = write_peft(tmp_path, base)
     break_it(adapter)
     with pytest.raises(ConfigError, match=message) as error:
-        open_lora(adapter, model, MAX_RANK)
+        LoraFile(adapter, model, MAX_RANK)
     assert str(error.value).startswith(str(adapter))
     assert "\n" not in str(error.value)
 
@@ -340,14 +343,14 @@ VALUES = {
 def test_values_that_are_not_finite(tmp_path: Path, base: Path, model: Decoder, name: str) -> None:
     tensor, change, half = VALUES[name]
     adapter = changed(write_peft(tmp_path, base), tensor, change)
-    assert open_lora(adapter, model, MAX_RANK)
-    with pytest.raises(ConfigError, match=rf"{half} of {LAYER} has values that are NaN or inf"):
+    assert LoraFile(adapter, model, MAX_RANK)
+    with pytest.raises(ConfigError, match=rf"{LAYER}.{half}.weight has NaN or infinite values"):
         read_lora(adapter, model, MAX_RANK)
 
 
 def test_values_that_the_models_dtype_does_not_hold(tmp_path: Path, base: Path) -> None:
     adapter = changed(write_peft(tmp_path, base), A, lambda a: a * 1e6)
-    with pytest.raises(ConfigError, match=r"NaN or infinite as torch\.float16"):
+    with pytest.raises(ConfigError, match=r"NaN or infinite values as torch\.float16"):
         read_lora(adapter, decoder(base, dtype="float16"), MAX_RANK)
 
 
@@ -357,7 +360,7 @@ def test_odd_files(tmp_path: Path, base: Path, model: Decoder, kind: str, file: 
     adapter = write_peft(tmp_path, base)
     put_odd_file(adapter / file, kind)
     with pytest.raises(ConfigError, match=f"{file} (cannot be read|does not exist)"):
-        open_lora(adapter, model, MAX_RANK)
+        LoraFile(adapter, model, MAX_RANK)
 
 
 def test_a_folder_that_is_none(tmp_path: Path, model: Decoder) -> None:
@@ -369,7 +372,7 @@ def test_lack_of_memory(tmp_path: Path, base: Path, model: Decoder, monkeypatch:
     def fail(*_args: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(lora_folder, "_together", fail)
+    monkeypatch.setattr(LoraFile, "rounded", fail)
     with pytest.raises(ConfigError, match="is not loaded for lack of host memory: DefaultCPUAllocator"):
         read_lora(write_peft(tmp_path, base), model, MAX_RANK)
 

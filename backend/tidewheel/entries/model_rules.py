@@ -21,8 +21,7 @@ from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import ModelPlan, plan_model
-from tidewheel.models.lora_config import read_lora_config
-from tidewheel.models.lora_folder import open_lora
+from tidewheel.models.lora_folder import LoraFile, read_lora_config
 from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_config
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
@@ -95,7 +94,7 @@ class ModelJudge:
             try:
                 read_lora_config(Path(folder))
                 if isinstance(native, Decoder):
-                    open_lora(Path(folder), native, self._config.max_lora_rank)
+                    LoraFile(Path(folder), native, self._config.max_lora_rank)
             except ConfigError as refusal:
                 yield name, str(refusal)
 

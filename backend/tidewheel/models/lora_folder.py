@@ -1,50 +1,44 @@
-"""LoRA adapters in PEFT's folders: `adapter_config.json`, and `adapter_model.safetensors` with two tensors a layer,
-
-``base_model.model.MODULE.lora_A.weight`` [rank, in_features] and ``...lora_B.weight`` [out_features, rank].
-"""
+"""LoRA adapters as PEFT saves them: `adapter_config.json`, and two tensors a layer in `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import ModelConfig
-from tidewheel.models.causal_lm import DTYPES
+from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.file_headers import aligned
-from tidewheel.models.lora_config import LoraConfig, read_lora_config
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.safetensors_file import read_tensors
 from tidewheel.models.shard import TensorPart
-from tidewheel.models.weight_source import uncounted
-from tidewheel.models.weight_stream import StoredTensor, copy_tensors, pinned_memory
+from tidewheel.models.weight_source import WeightSource, check_names, named, uncounted
+from tidewheel.regular_files import read_object
 from tidewheel_kernels.lora import LoraMatrices
 
-WEIGHTS_NAME, PICKLE_NAME = "adapter_model.safetensors", "adapter_model.bin"
-HEADER_BYTES, HEADER_BYTES_OF_LAYER = 1 << 16, 1 << 10
-ALIGNMENT = 64  # bytes
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
-
-
-class StoredMatrices(NamedTuple):
-    """Adapter's part of a linear layer in its file."""
-
-    a: StoredTensor  # [rank, in_features]
-    b: StoredTensor  # [out_features, rank]
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
+CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+# Parsing holds the interpreter, for which steps wait.
+MAX_CONFIG_BYTES, MAX_HEADER_BYTES, HEADER_BYTES_OF_LAYER = 1 << 18, 1 << 16, 1 << 10
+MAX_PATTERNS = 1 << 10
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+# How an adapter was made, or which layers it has, as its tensors say by their names.
+_WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type", "velora_config",
+}  # fmt: skip
+_OFF: tuple[object, ...] = (None, False, "none", [], {})
+_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # that leave the base as it is
+_PATTERN = re.compile(r"\^?(?:\.\*\\?\.)?((?:[\w-]|\\?\.)+)\$?")  # name of a module or its end
+_ADDED = re.compile(r"^base_model\.model\.|\.default(?=\.weight$)")  # by PEFT to a tensor's name
 
 
 @dataclass(eq=False)
@@ -56,48 +50,96 @@ class LoraWeights:
     num_bytes: int
 
 
-def open_lora(folder: Path, model: Decoder, max_rank: int) -> dict[str, StoredMatrices]:
-    """Return an adapter's matrices by module, after all checks but those of values. Raise `ConfigError`.
+def read_lora_config(folder: Path) -> ConfigFields:
+    """Return an adapter's configuration. Raise `ConfigError`, also for all that is not plain LoRA.
 
-    No tensor is read, and `model` may be on the device "meta".
+    An unknown key is refused unless its value is one that turns something off in PEFT.
     """
-    config, path, shapes = read_lora_config(folder), folder / WEIGHTS_NAME, _whole_shapes(model.config)
-    if not os.path.lexists(path):
-        problem = "pickled weights only, which are never loaded" if (folder / PICKLE_NAME).exists() else "no weights"
-        raise ConfigError(f"{folder} has {problem}: save the adapter with PEFT as {WEIGHTS_NAME}")
-    found: dict[str, dict[str, StoredTensor]] = {}
-    for name, stored in read_tensors(path, HEADER_BYTES + HEADER_BYTES_OF_LAYER * len(shapes)).items():
-        match = _TENSOR.fullmatch(name)
-        if match is None or match[1] not in shapes or match[2] in found.get(match[1], {}):
-            raise ConfigError(f"{path}: {_why_refused(name)}")
-        found.setdefault(match[1], {})[match[2]] = stored
-    if not found:
-        raise ConfigError(f"{path} has no tensors: save the adapter with PEFT again")
-    return {
-        module: _checked(path, module, halves, shapes[module], max_rank, config) for module, halves in found.items()
-    }
+    path = folder / CONFIG_NAME
+    fields = ConfigFields(read_object(path, MAX_CONFIG_BYTES), str(path))
+    if not fields.values and not path.exists():
+        raise ConfigError(f"{path} does not exist: give the folder of a LoRA adapter, as PEFT saves it")
+    if fields.text("peft_type").upper() != "LORA":
+        raise fields.error("peft_type", "LORA: other adapters are not served")
+    for key in sorted(fields.values.keys() - _READ - _WITHOUT_EFFECT):
+        if fields.values[key] not in _OFF:
+            raise fields.error(key, "off or left out: only plain LoRA of linear layers is served")
+    if fields.values.get("init_lora_weights") not in _INITIALIZATIONS:
+        wanted = "true, false, gaussian, eva, orthogonal or mica; others change the base model's weights: convert it"
+        raise fields.error("init_lora_weights", f"{wanted} with PEFT's path_initial_model_for_weight_conversion")
+    return fields
+
+
+class LoraFile(WeightSource):
+    """Adapter's tensors, or a rank's parts of them: "MODULE.lora_A.weight" [rank, in_features] and B [out, rank]."""
+
+    def __init__(self, folder: Path, model: Decoder, max_rank: int) -> None:
+        """Check all but values, and read no tensor: `model` may be on the device "meta". Raise `ConfigError`."""
+        config, shapes, path = read_lora_config(folder), _whole_shapes(model.config), folder / WEIGHTS_NAME
+        if not os.path.lexists(path):
+            has = "pickled weights only, which are never loaded" if (folder / PICKLE_NAME).exists() else "no weights"
+            raise ConfigError(f"{folder} has {has}: save the adapter with PEFT as {WEIGHTS_NAME}")
+        stored = read_tensors(path, MAX_HEADER_BYTES + HEADER_BYTES_OF_LAYER * len(shapes))
+        self.tensors = {_ADDED.sub("", name): tensor for name, tensor in stored.items()}
+        if len(self.tensors) < len(stored):
+            raise ConfigError(f"{path} has two adapters: keep one of them")
+        if outer := [name for name in stored if "embed_tokens" in name or "lm_head" in name]:
+            raise ConfigError(f"{path} has {named(outer)}: adapters change no embedding and no output matrix")
+        self.rank, self.scales = 0, dict[str, float]()  # by module
+        expected, parts = dict[str, tuple[int, ...]](), dict[str, TensorPart]()
+        for module in dict.fromkeys(name.rsplit(".", 2)[0] for name in self.tensors):
+            if module not in shapes:
+                continue
+            rank, self.scales[module] = _rank_and_scale(config, module)
+            if rank > max_rank:
+                raise ConfigError(
+                    f"{folder}: {module} has rank {rank}, it must be from 1 to max_lora_rank, which is {max_rank}"
+                )
+            self.rank = max(self.rank, rank)
+            names, (outputs, inputs) = names_of(module), shapes[module]
+            expected |= zip(names, ((rank, inputs), (outputs, rank)), strict=True)
+            if (part := model.tensor_parts.get(f"{module}.weight")) is not None:
+                parts[names[1 - part.axis]] = part  # some outputs of B, or some inputs of A
+        check_names(self, expected, lambda _name: False, folder, "this base")
+        if not expected:
+            raise ConfigError(f"{path} has no tensors: save the adapter with PEFT again")
+        self.take_parts(parts)
+
+    def rounded(self, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the values, B's after the scale, in one piece of host memory. Raise `ConfigError` if not finite."""
+        read = {name: torch.empty(stored.part_shape, dtype=torch.float32) for name, stored in self.tensors.items()}
+        self.copy(read, uncounted)
+        for module, scale in self.scales.items():
+            read[names_of(module)[1]].mul_(scale)
+        sizes = [value.numel() for value in read.values()]
+        memory = torch.empty(sum(sizes), dtype=dtype)
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # the current device is thread-local
+                memory = memory.pin_memory()  # once, for the GPU's steps wait for it
+        for (name, value), piece in zip(read.items(), torch.split(memory, sizes), strict=True):
+            is_transposed = device.type != "cuda" and name.endswith("lora_B.weight")  # as the CPU's kernel reads it
+            read[name] = piece.view(value.T.shape).T if is_transposed else piece.view(value.shape)
+            if not read[name].copy_(value).isfinite().all():
+                raise ConfigError(f"{self.tensors[name].file}: {name} has NaN or infinite values as {dtype}")
+        return read
+
+
+def names_of(module: str) -> tuple[str, str]:
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def read_lora(folder: Path, model: Decoder, max_rank: int) -> LoraWeights:
-    """Read an adapter, each matrix rounded to the model's dtype once, B after its scale. Raise `ConfigError`.
-
-    Its memory is pinned if the model is on a GPU. A rank checks all values and keeps its part.
-    """
-    stored = open_lora(folder, model, max_rank)
-    device, dtype = model.norm.device, model.norm.dtype
+    """Read an adapter, or a rank's part of it, in the model's dtype, pinned if on a GPU. Raise `ConfigError`."""
+    file = LoraFile(folder, model, max_rank)
     try:
-        parts = {
-            module: _part(matrices, model.tensor_parts.get(f"{module}.weight"))
-            for module, matrices in _loaded(stored, dtype).items()
-        }
-        kept, num_bytes = _together(parts, device)
+        values = file.rounded(model.norm.dtype, model.norm.device)
     except RuntimeError as error:  # an allocator's
         raise ConfigError(f"{folder} is not loaded for lack of host memory: {one_line(error)}") from error
-    layers = {
-        layer.name: [kept.get(weight.removesuffix(".weight")) for weight in layer.parts]
-        for layer in model.lora_linears
+    matrices = {
+        f"{module}.weight": LoraMatrices(*(values[name] for name in names_of(module))) for module in file.scales
     }
-    return LoraWeights(layers, max(matrices.rank for matrices in stored.values()), num_bytes)
+    of = {layer.name: [matrices.get(weight) for weight in layer.parts] for layer in model.lora_linears}
+    return LoraWeights(of, file.rank, sum(value.nbytes for value in values.values()))
 
 
 @lru_cache(maxsize=1)
@@ -108,78 +150,21 @@ def _whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name.removesuffix(".weight"): whole.shapes[name] for name in weights}
 
 
-def _why_refused(name: str) -> str:
-    if "embed_tokens" in name or "lm_head" in name:
-        return f"{name} is refused: adapters change no embedding and no output matrix; train without lm_head"
-    return f"{name} is no lora_A or lora_B of a linear layer of this model, or its second: is it of another base?"
+def _rank_and_scale(config: ConfigFields, module: str) -> tuple[int, float]:
+    """Return a module's rank, and the factor alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
+    rank = ConfigFields.integer(*_entry(config, module, "rank_pattern", "r"))
+    alpha = ConfigFields.number(*_entry(config, module, "alpha_pattern", "lora_alpha"))
+    return rank, alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
 
 
-def _checked(
-    path: Path, module: str, halves: Mapping[str, StoredTensor], shape: tuple[int, ...], max_rank: int,
-    config: LoraConfig,
-) -> StoredMatrices:  # fmt: skip
-    """Return the matrices of a module with a weight of `shape`. Raise `ConfigError`."""
-
-    def refused(half: str, problem: str) -> ConfigError:
-        return ConfigError(f"{path}: lora_{half} of {module} {problem}")
-
-    for half in "AB":
-        if half not in halves:
-            raise refused(half, "is missing: save the adapter with PEFT again")
-        if (kind := halves[half].kind) not in DTYPES.values():
-            raise refused(half, f"has dtype {kind}, it must be {' or '.join(DTYPES)}")
-    (outputs, inputs), (a, b) = shape, (halves["A"], halves["B"])
-    rank = a.shape[0] if a.shape else 0
-    for half, found, wanted in (("A", a, (rank, inputs)), ("B", b, (outputs, rank))):
-        if found.shape != wanted:
-            raise refused(half, f"has shape {list(found.shape)}, this base needs {list(wanted)}: take its adapter")
-    if not 0 < rank <= max_rank:
-        raise refused("A", f"has rank {rank}, it must be from 1 to max_lora_rank, which is {max_rank}")
-    if rank not in config.ranks:
-        raise refused("A", f"has rank {rank}, {config.where} has {' or '.join(map(str, sorted(config.ranks)))}")
-    return StoredMatrices(a, b, config.scale(module, rank))
-
-
-def _loaded(stored: Mapping[str, StoredMatrices], dtype: torch.dtype) -> dict[str, LoraMatrices]:
-    """Return whole matrices by module in a model's dtype. Raise `ConfigError` for values that are not finite."""
-    tensors = {f"{half} of {module}": getattr(each, half) for module, each in stored.items() for half in "ab"}
-    # The scale is applied before B is rounded.
-    read = {
-        name: torch.empty(tensor.shape, dtype=dtype if name[0] == "a" else torch.float32)
-        for name, tensor in tensors.items()
-    }
-    copy_tensors(tensors, read, uncounted)
-    found = {}
-    for module, (a, _, scale) in stored.items():
-        matrices = LoraMatrices(read.pop(f"a of {module}"), read.pop(f"b of {module}").mul_(scale).to(dtype))
-        for half, matrix in zip("AB", matrices, strict=True):
-            if not matrix.isfinite().all():
-                raise ConfigError(f"{a.file}: lora_{half} of {module} has values that are NaN or infinite as {dtype}")
-        found[module] = matrices
-    return found
-
-
-def _part(matrices: LoraMatrices, part: TensorPart | None) -> LoraMatrices:
-    """Return what a rank with this part of the weight needs: some outputs of B, or some inputs of A."""
-    if part is None:
-        return matrices
-    size = part.end - part.begin
-    if part.axis == 0:
-        return matrices._replace(b=matrices.b.narrow(0, part.begin, size))
-    return matrices._replace(a=matrices.a.narrow(1, part.begin, size))
-
-
-def _together(parts: Mapping[str, LoraMatrices], device: torch.device) -> tuple[dict[str, LoraMatrices], int]:
-    """Return matrices by module in one piece of memory, and its bytes. On a CPU, B is transposed for its kernel."""
-    is_gpu = device.type == "cuda"
-    tensors = [tensor for a, b in parts.values() for tensor in (a, b if is_gpu else b.t())]
-    begins = list(accumulate((aligned(tensor.nbytes, ALIGNMENT) for tensor in tensors), initial=0))
-    memory = pinned_memory(begins[-1], device) if is_gpu else torch.empty(begins[-1], dtype=torch.uint8)
-    kept = [
-        memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        for begin, tensor in zip(begins, tensors, strict=False)
-    ]
-    pairs = zip(kept[::2], kept[1::2], strict=True)
-    return {
-        module: LoraMatrices(a, b if is_gpu else b.t()) for module, (a, b) in zip(parts, pairs, strict=True)
-    }, begins[-1]
+def _entry(config: ConfigFields, module: str, patterns: str, default: str) -> tuple[ConfigFields, str]:
+    """Return section and key of a module's value: of the first pattern that its name ends with, or the default's."""
+    section = config.section(patterns)
+    if len(section.values) > MAX_PATTERNS:
+        raise ConfigError(f"{section.where} has {len(section.values)} keys, at most {MAX_PATTERNS} are read")
+    for key in section.values:
+        if (match := _PATTERN.fullmatch(key)) is None:
+            raise section.error(key, "of a layer's name or its end: regular expressions are not run")
+        if f".{module}".endswith("." + match[1].replace("\\.", ".")):
+            return section, key
+    return config, default

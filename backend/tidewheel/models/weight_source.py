@@ -117,15 +117,16 @@ def _joint_format(kinds: Sequence[torch.dtype | GroupFormat]) -> MatrixFormat:
 
 
 def check_names(
-    source: WeightSource, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool], where: Path
-) -> None:
-    """Raise `ConfigError` for tensors that are missing, unknown, of another shape, or no floats."""
+    source: WeightSource, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool], where: Path,
+    by: str = "config.json",
+) -> None:  # fmt: skip
+    """Raise `ConfigError` for tensors that are missing, unknown, of another shape than `by` has, or no floats."""
     if missing := shapes.keys() - source.tensors.keys():
-        raise ConfigError(f"{where}: the checkpoint lacks {named(missing)}; its files and config.json do not match")
+        raise ConfigError(f"{where}: the checkpoint lacks {named(missing)}; its files and {by} do not match")
     for name, wanted in shapes.items():
         file, shape, kind, *_ = source.tensors[name]
         if shape != wanted:
-            raise ConfigError(f"{file}: {name} has shape {list(shape)}, config.json asks for {list(wanted)}")
+            raise ConfigError(f"{file}: {name} has shape {list(shape)}, {by} asks for {list(wanted)}")
         # Floats of 8 bits have scales.
         if isinstance(kind, torch.dtype) and not (kind.is_floating_point and kind.itemsize > 1):
             raise ConfigError(
@@ -133,7 +134,7 @@ def check_names(
                 "config.json describes"
             )
     if left_over := {name for name in source.tensors if name not in shapes and not ignored(name)}:
-        raise ConfigError(f"{where}: the checkpoint has {named(left_over)}, which config.json has no place for")
+        raise ConfigError(f"{where}: the checkpoint has {named(left_over)}, which {by} has no place for")
 
 
 def named(names: Iterable[str]) -> str:

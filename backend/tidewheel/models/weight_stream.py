@@ -108,12 +108,6 @@ def load_to_host(chunk: FileChunk, read: ReadInto) -> None:
     chunk.destination.copy_(chunk.selected(memory))
 
 
-def pinned_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return [num_bytes] uint8 of host memory for copies to a GPU. Callable from any thread."""
-    with torch.cuda.device(device):  # the current device is thread-local
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
 class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,7 +116,9 @@ class CudaCopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        return pinned_memory(num_bytes, self._device)
+        """Return [num_bytes] uint8 of pinned memory. Callable from any thread."""
+        with torch.cuda.device(self._device):  # the current device is thread-local
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):

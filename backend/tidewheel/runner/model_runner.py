@@ -17,7 +17,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.lora_folder import LoraWeights, open_lora, read_lora
+from tidewheel.models.lora_folder import LoraFile, LoraWeights, read_lora
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
@@ -223,7 +223,7 @@ class ModelRunner:
 
     def check_lora(self, folder: Path) -> None:
         """Check all of an adapter but its values. Raise `ConfigError`."""
-        open_lora(folder, *self._takes_lora())
+        LoraFile(folder, *self._takes_lora())
 
     def _takes_lora(self) -> tuple[Decoder, int]:
         model = self._steps.model

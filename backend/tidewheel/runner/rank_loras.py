@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tidewheel.errors import ConfigError, TidewheelError
-from tidewheel.models import lora_config
-from tidewheel.models.lora_folder import WEIGHTS_NAME, LoraWeights
+from tidewheel.models.lora_folder import CONFIG_NAME, WEIGHTS_NAME, LoraWeights
 from tidewheel.models.model_folder import one_line
 
 Read = Callable[[Path], LoraWeights]
@@ -93,7 +92,7 @@ def _read(order: ReadOrder, read: Read) -> tuple[LoraWeights | None, str]:
 
 
 def _files(folder: Path) -> list[FileState]:
-    return [_state(folder / name) for name in (lora_config.NAME, WEIGHTS_NAME)]
+    return [_state(folder / name) for name in (CONFIG_NAME, WEIGHTS_NAME)]
 
 
 def _state(path: Path) -> FileState:

@@ -171,6 +171,7 @@ def test_an_adapter_that_another_worker_has_loaded_is_found_at_once(
     assert gateway.complete(model="new").status_code == 404
     triton.loras["demo"]["new"] = "/loras/new"
     assert gateway.complete(model="new").ok
+    assert all(gateway.get("/v1/models").ok for _ in range(5)), "they wait for nothing"
 
 
 def test_lists_in_use_are_asked_for_again_in_the_background(

@@ -56,17 +56,13 @@ class LoraDirectory:
                 if is_short is (name == lora.name):
                     yield name, lora
 
-    async def read(self, *, is_forced: bool = False) -> None:
-        """Ask all servers for their adapters, unless another call has since this one began.
-
-        Unless forced, the question waits until the last one is `LIST_S` old.
-        """
+    async def read(self, max_age_s: float = 0.0) -> None:
+        """Ask all servers for their adapters, once in `LIST_S`, unless they were asked since `max_age_s` ago."""
         called_at = time.monotonic()
         async with self._reading:
-            if self._read_at >= called_at:
+            if self._read_at > called_at - max_age_s:
                 return
-            if not is_forced:
-                await asyncio.sleep(self._read_at + LIST_S - time.monotonic())
+            await asyncio.sleep(self._read_at + LIST_S - time.monotonic())
             self._read_at, each = time.monotonic(), self._upstreams.each
             await asyncio.gather(*(one.list_loras() for one in each))
             if each:  # else the last known ones stay, as models do
@@ -76,6 +72,10 @@ class LoraDirectory:
                     for name, path in paths.items():
                         for key in (name, f"{model}/{name}"):
                             self._loras.setdefault(key, {})[model] = ServedLora(model, name, path)
+
+    async def _read_now(self) -> None:
+        self._read_at = -math.inf
+        await self.read()
 
     async def find(self, name: str) -> ServedLora | None:
         """Return the adapter of a name; None for a model's or an unknown name. Raise `InvalidRequest` for several."""
@@ -96,8 +96,8 @@ class LoraDirectory:
         lora = await self.find(name) if "generate" in tasks else None
         request.model, task = self._upstreams.model(name if lora is None else lora.model, tasks)
         request.model_id = name or request.model
-        if request.lora:  # learn where it is
-            await self.find(f"{request.model}/{request.lora}")
+        if request.lora and f"{request.model}/{request.lora}" not in self._loras:
+            await self.read(LIST_S)  # which servers have it
         if lora is not None and all(prompt.get("task") not in _UNTUNED for prompt in request.prompts):
             given = request.params.setdefault("lora_name", lora.name)
             if given != lora.name:
@@ -109,7 +109,7 @@ class LoraDirectory:
         body, _ = read_fields(fields, LoadLoraBody)
         name, path = body.lora_name, body.lora_path
         model, _ = self._upstreams.model(body.model, ("generate",))
-        await self.read()
+        await self._read_now()
         servers = self._servers(model)
         if not body.load_inplace and all(name in one.loras.get(model, ()) for one in servers):
             raise InvalidRequest(f"lora_name is {name!r}, which is loaded: send load_inplace true to replace it")
@@ -119,6 +119,7 @@ class LoraDirectory:
     async def unload(self, fields: Fields) -> str:
         """Unload an adapter at all servers of its model. Return vLLM's answer. Raise `RequestError`."""
         body, _ = read_fields(fields, UnloadLoraBody)
+        await self._read_now()
         lora = await self.find(f"{body.model}/{body.lora_name}" if body.model else body.lora_name)
         if lora is None:
             raise NotFound(f"lora_name is {body.lora_name!r}: no served model has this adapter")
@@ -131,7 +132,7 @@ class LoraDirectory:
     ) -> None:
         """Have servers load or unload an adapter. Raise the first error after all have answered."""
         results = await asyncio.gather(*(order(one.client(model)) for one in servers), return_exceptions=True)
-        await self.read(is_forced=True)
+        await self._read_now()
         for error in filter(None, results):
             raise error
 

@@ -66,7 +66,7 @@ class TidewheelLlm:
         loras: dict[str, str] = options.get("loras", {})
         self._loras = {name: Lora(name, number, Path(path)) for number, (name, path) in enumerate(loras.items())}
         for lora in self._loras.values():
-            lora.weights = runner.read_lora(lora)
+            lora.weights = runner.read_lora(lora.folder)
         scheduler = build_scheduler(config, engine_info(runner.info, config))
         self._counts: Counter[int] = Counter()
         self._done: set[int] = set()

@@ -1,7 +1,8 @@
 /* Products with adapters of low rank, read once: by inputs, then by outputs. */
 #include "lora.h"
 
-enum { SHARES = 8 /* of a thread */, PIECE_OUTPUTS = 8 * LORA_WIDE * LANES };
+/* SHARES: of a thread. SHRINKS_AHEAD, EXPANDS_AHEAD: pieces of work whose matrices are fetched meanwhile. */
+enum { SHARES = 8, PIECE_OUTPUTS = 256, SHRINKS_AHEAD = 1, EXPANDS_AHEAD = 2 };
 
 INLINE floats add_pairs(floats sum, ints a, ints x) {
 #if defined ELEMENT_FLOAT32
@@ -24,121 +25,133 @@ INLINE ints load_vector(const element *from, int64_t count) {
 }
 
 #if defined __AVX512F__
-/* Add both halves of segments of 2 * width lanes: of `a` to the lower lanes, of `b` to the upper. */
-INLINE floats add_halves(floats a, floats b, const int width) {
-    ints lower, upper;
-    for (int lane = 0; lane < LANES; lane++) {
-        int is_b = (lane & width) != 0;
-        lower[lane] = (lane & ~width) + is_b * LANES;
-        upper[lane] = (lane | width) + is_b * LANES;
-    }
-    return __builtin_shuffle(a, b, lower) + __builtin_shuffle(a, b, upper);
-}
-
-/* Write the sum of lanes of each vector, with one order of additions for any number of vectors. */
-INLINE void add_lanes(floats vectors[LANES], const int count, float sums[LANES]) {
-    int left = count > 8 ? 16 : count > 4 ? 8 : count > 2 ? 4 : count, step = LANES / left;
-    for (int i = count; i < left; i++) vectors[i] = (floats){0};
-    for (int width = LANES / 2; width; width /= 2) {
-        if (left == 1) vectors[0] = add_halves(vectors[0], vectors[0], width);
-        for (int i = 0; i < left / 2; i++) vectors[i] = add_halves(vectors[i], vectors[i + left / 2], width);
-        left = left > 1 ? left / 2 : 1;
-    }
-    for (int i = 0; i < count; i++) sums[i] = vectors[0][i * step];
+/* Write the sum over the lanes of each vector; the order of additions is the same for all. */
+INLINE void sum_lanes(const floats *v, float *to, const int count) {
+    __m512 zero = _mm512_setzero_ps(), v0 = (__m512)v[0], v1 = count > 1 ? (__m512)v[1] : zero;
+    __m512 v2 = count > 2 ? (__m512)v[2] : zero, v3 = count > 3 ? (__m512)v[3] : zero;
+    __m512d pair01 = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(v0, v1), _mm512_unpackhi_ps(v0, v1)));
+    __m512d pair23 = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(v2, v3), _mm512_unpackhi_ps(v2, v3)));
+    __m512 four = _mm512_add_ps(
+        _mm512_castpd_ps(_mm512_unpacklo_pd(pair01, pair23)), _mm512_castpd_ps(_mm512_unpackhi_pd(pair01, pair23)));
+    four = _mm512_add_ps(four, _mm512_shuffle_f32x4(four, four, 0x4e));
+    __m128 sums = _mm512_castps512_ps128(_mm512_add_ps(four, _mm512_shuffle_f32x4(four, four, 0xb1)));
+    memcpy(to, &sums, count * sizeof *to);
 }
 #else
 /* Not inlined: one order of additions for all. */
-static __attribute__((noinline)) float sum_of_lanes(const floats *v) {
+static __attribute__((noinline)) float sum_of_lanes(floats v) {
     float half[LANES / 2], total = 0.0f;
-    for (int i = 0; i < LANES / 2; i++) half[i] = (*v)[i] + (*v)[i + LANES / 2];
+    for (int i = 0; i < LANES / 2; i++) half[i] = v[i] + v[i + LANES / 2];
     for (int i = 0; i < LANES / 2; i++) total += half[i];
     return total;
 }
 
-INLINE void add_lanes(floats *vectors, const int count, float *sums) {
-    for (int i = 0; i < count; i++) sums[i] = sum_of_lanes(vectors + i);
+INLINE void sum_lanes(const floats *v, float *to, const int count) {
+    for (int i = 0; i < count; i++) to[i] = sum_of_lanes(v[i]);
 }
 #endif
 
-/* Add the products of up to PER_VECTOR inputs. */
-INLINE void add_inputs(
-    floats *sum, const element *a, int64_t num_inputs, const element *const x[LORA_FEW], int64_t k, int64_t count,
-    const int num_rows, const int num_ranks) {
+/* Add the products of up to PER_VECTOR inputs from `k` on. */
+INLINE void shrink_inputs(
+    const element *a, int64_t num_inputs, const element *const x[LORA_FEW], int64_t k, int64_t count,
+    floats sum[LORA_FEW][LORA_RANKS], const int num_rows, const int num_ranks) {
     ints of_a[LORA_RANKS];
-    for (int c = 0; c < num_ranks; c++) {
-        of_a[c] = load_vector(a + c * num_inputs + k, count);
-        __builtin_prefetch(a + (c + num_ranks) * num_inputs + k);
-    }
+#pragma GCC unroll 4
+    for (int c = 0; c < num_ranks; c++) of_a[c] = load_vector(a + c * num_inputs + k, count);
+#pragma GCC unroll 4
     for (int r = 0; r < num_rows; r++) {
         ints of_x = load_vector(x[r] + k, count);
-        for (int c = 0; c < num_ranks; c++) sum[r * num_ranks + c] = add_pairs(sum[r * num_ranks + c], of_a[c], of_x);
+#pragma GCC unroll 4
+        for (int c = 0; c < num_ranks; c++) sum[r][c] = add_pairs(sum[r][c], of_a[c], of_x);
     }
 }
 
 INLINE void shrink_few(
-    const element *a, int64_t num_inputs, const element *const x[LORA_FEW], float *const h[LORA_FEW],
-    const int num_rows, const int num_ranks) {
-    floats sum[LANES];
-    float sums[LANES];
+    const element *a, const element *next, int64_t num_inputs, const element *const rows[LORA_FEW],
+    float *const h[LORA_FEW], const int num_rows, const int num_ranks) {
+    const element *x[LORA_FEW];
+    floats sum[LORA_FEW][LORA_RANKS];
+#pragma GCC unroll 4
+    for (int r = 0; r < num_rows; r++) {
+        x[r] = rows[r];
+#pragma GCC unroll 4
+        for (int c = 0; c < num_ranks; c++) sum[r][c] = (floats){0};
+    }
     int64_t k = 0;
-    for (int i = 0; i < num_rows * num_ranks; i++) sum[i] = (floats){0};
-    for (; k + PER_VECTOR <= num_inputs; k += PER_VECTOR)
-        add_inputs(sum, a, num_inputs, x, k, PER_VECTOR, num_rows, num_ranks);
-    if (k < num_inputs) add_inputs(sum, a, num_inputs, x, k, num_inputs - k, num_rows, num_ranks);
-    add_lanes(sum, num_rows * num_ranks, sums);
-    for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_ranks; c++) h[r][c] = sums[r * num_ranks + c];
+    for (; k + PER_VECTOR <= num_inputs; k += PER_VECTOR) {
+        for (int c = 0; c < num_ranks; c++) __builtin_prefetch(next + c * num_inputs + k);
+        shrink_inputs(a, num_inputs, x, k, PER_VECTOR, sum, num_rows, num_ranks);
+    }
+    if (k < num_inputs) shrink_inputs(a, num_inputs, x, k, num_inputs - k, sum, num_rows, num_ranks);
+#pragma GCC unroll 4
+    for (int r = 0; r < num_rows; r++) sum_lanes(sum[r], h[r], num_ranks);
 }
 
 static void shrink_rank(
-    const element *a, int64_t num_inputs, const element *const x[LORA_FEW], float *const h[LORA_FEW],
-    int64_t num_rows) {
+    const element *a, const element *next, int64_t num_inputs, const element *const x[LORA_FEW],
+    float *const h[LORA_FEW], int64_t num_rows) {
     switch (num_rows) {
-        case 1: shrink_few(a, num_inputs, x, h, 1, 1); break;
-        case 2: shrink_few(a, num_inputs, x, h, 2, 1); break;
+        case 1: shrink_few(a, next, num_inputs, x, h, 1, 1); break;
+        case 2: shrink_few(a, next, num_inputs, x, h, 2, 1); break;
 #if defined __AVX512F__
-        case 3: shrink_few(a, num_inputs, x, h, 3, 1); break;
-        case 4: shrink_few(a, num_inputs, x, h, 4, 1); break;
+        case 3: shrink_few(a, next, num_inputs, x, h, 3, 1); break;
+        case 4: shrink_few(a, next, num_inputs, x, h, 4, 1); break;
 #endif
     }
 }
 
 static void shrink_ranks(
-    const element *a, int64_t num_inputs, const element *const x[LORA_FEW], float *const h[LORA_FEW],
-    int64_t num_rows) {
+    const element *a, const element *next, int64_t num_inputs, const element *const x[LORA_FEW],
+    float *const h[LORA_FEW], int64_t num_rows) {
     switch (num_rows) {
-        case 1: shrink_few(a, num_inputs, x, h, 1, LORA_RANKS); break;
-        case 2: shrink_few(a, num_inputs, x, h, 2, LORA_RANKS); break;
+        case 1: shrink_few(a, next, num_inputs, x, h, 1, LORA_RANKS); break;
+        case 2: shrink_few(a, next, num_inputs, x, h, 2, LORA_RANKS); break;
 #if defined __AVX512F__
-        case 3: shrink_few(a, num_inputs, x, h, 3, LORA_RANKS); break;
-        case 4: shrink_few(a, num_inputs, x, h, 4, LORA_RANKS); break;
+        case 3: shrink_few(a, next, num_inputs, x, h, 3, LORA_RANKS); break;
+        case 4: shrink_few(a, next, num_inputs, x, h, 4, LORA_RANKS); break;
 #endif
     }
 }
 
+typedef struct {
+    int64_t tile, part, rank; /* the first of LORA_RANKS */
+} ShrinkPiece;
+
+INLINE ShrinkPiece shrink_piece(const LoraStack *s, int64_t piece) {
+    int64_t per_part = (s->max_rank + LORA_RANKS - 1) / LORA_RANKS;
+    return (ShrinkPiece){piece / per_part / s->num_parts, piece / per_part % s->num_parts, piece % per_part * LORA_RANKS};
+}
+
+/* Return the inputs' matrix of a piece from its first rank on; NULL if there is none. */
+INLINE const element *matrix_of(const LoraStack *s, const LoraGroups *g, ShrinkPiece piece) {
+    if (piece.tile >= g->num_tiles || g->slots[piece.tile] < 0) return NULL;
+    const LoraPart *p = parts_of_tile(s, g, piece.tile) + piece.part;
+    return piece.rank < p->rank ? p->a + piece.rank * s->num_inputs : NULL;
+}
+
 void shrink_lora(
     const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, float *h, int64_t piece) {
-    int64_t per_part = (s->max_rank + LORA_RANKS - 1) / LORA_RANKS, rank = piece % per_part * LORA_RANKS;
-    int64_t tile = piece / per_part / s->num_parts, part = piece / per_part % s->num_parts;
-    if (g->slots[tile] < 0) return;
-    const LoraPart *p = parts_of_tile(s, g, tile) + part;
-    int64_t count = rows_of_tile(g, tile), end = rank + LORA_RANKS < p->rank ? rank + LORA_RANKS : p->rank;
-    const int32_t *rows = g->rows + tile * LORA_TILE;
-    float *to = h + tile * LORA_TILE * lora_width(s) + part * s->max_rank;
-    for (int64_t row = 0; row < count && rank < end; row += LORA_FEW) {
+    ShrinkPiece at = shrink_piece(s, piece);
+    const element *a = matrix_of(s, g, at), *next = matrix_of(s, g, shrink_piece(s, piece + SHRINKS_AHEAD));
+    if (a == NULL) return;
+    if (next == NULL) next = a;
+    int64_t left = parts_of_tile(s, g, at.tile)[at.part].rank - at.rank, count = rows_of_tile(g, at.tile);
+    const int32_t *rows = g->rows + at.tile * LORA_TILE;
+    float *to = h + at.tile * LORA_TILE * lora_width(s) + at.part * s->max_rank + at.rank;
+    for (int64_t row = 0; row < count; row += LORA_FEW) {
         int64_t few = count - row < LORA_FEW ? count - row : LORA_FEW;
         const element *from[LORA_FEW];
         float *sums[LORA_FEW];
         for (int64_t r = 0; r < few; r++) {
             from[r] = x + rows[row + r] * x_stride;
-            sums[r] = to + (row + r) * lora_width(s) + rank;
+            sums[r] = to + (row + r) * lora_width(s);
         }
-        if (end - rank == LORA_RANKS) {
-            shrink_ranks(p->a + rank * s->num_inputs, s->num_inputs, from, sums, few);
+        if (left >= LORA_RANKS) {
+            shrink_ranks(a, next, s->num_inputs, from, sums, few);
             continue;
         }
-        for (int64_t k = rank; k < end; k++) {
-            shrink_rank(p->a + k * s->num_inputs, s->num_inputs, from, sums, few);
+        for (int64_t k = 0; k < left; k++) {
+            shrink_rank(a + k * s->num_inputs, next, s->num_inputs, from, sums, few);
             for (int64_t r = 0; r < few; r++) sums[r]++;
         }
     }
@@ -154,8 +167,28 @@ INLINE floats load_floats(const element *from, int64_t count) {
         memcpy(&part, from, sizeof part);
     else
         memcpy(&part, from, count * sizeof(element));
+#if defined __AVX512F__
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)part), 16);
+#else
     return (floats)(__builtin_convertvector(part, ints) << 16);
 #endif
+#endif
+}
+
+/* Add to up to LANES elements. */
+INLINE void add_floats(element *to, floats sum, int64_t count) {
+#if defined ELEMENT_BFLOAT16 && defined __AVX512F__
+    if (count >= LANES) {
+        __m512 total = _mm512_add_ps((__m512)load_floats(to, LANES), (__m512)sum);
+        __m512i bits = _mm512_castps_si512(total);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+        bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask(total, total, _CMP_UNORD_Q), 0x7fc0);
+        _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(bits));
+        return;
+    }
+#endif
+    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element(load(to[i]) + sum[i]);
 }
 
 /* Add to `left` outputs of few rows. */
@@ -169,15 +202,13 @@ INLINE void expand_few(
         floats of_b[LORA_WIDE];
         for (int c = 0; c < num_vectors; c++) {
             of_b[c] = load_floats(b + c * LANES, left - c * LANES);
-            __builtin_prefetch(b + (num_vectors + c) * LANES);
+            __builtin_prefetch(b + (EXPANDS_AHEAD * num_vectors + c) * LANES);
         }
         for (int r = 0; r < num_rows; r++)
             for (int c = 0; c < num_vectors; c++) sum[r][c] += h[r * h_stride + k] * of_b[c];
     }
     for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_vectors; c++)
-            for (int i = 0; i < LANES && i < left - c * LANES; i++)
-                out[r][c * LANES + i] = round_to_element(load(out[r][c * LANES + i]) + sum[r][c][i]);
+        for (int c = 0; c < num_vectors; c++) add_floats(out[r] + c * LANES, sum[r][c], left - c * LANES);
 }
 
 static void expand_vectors(

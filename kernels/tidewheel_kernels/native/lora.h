@@ -4,11 +4,11 @@
 #include "lanes.h"
 
 /* LORA_FEW rows by LORA_RANKS vectors of sums, or LORA_WIDE vectors of outputs, stay in registers. */
-enum { LORA_TILE = 16 /* rows of one adapter */, LORA_WIDE = 2, PER_VECTOR = VECTOR_BYTES / sizeof(element) };
+enum { LORA_TILE = 16 /* rows of one adapter */, PER_VECTOR = VECTOR_BYTES / sizeof(element) };
 #if defined __AVX512F__
-enum { LORA_FEW = 4, LORA_RANKS = 4 };
+enum { LORA_FEW = 4, LORA_RANKS = 4, LORA_WIDE = 4 };
 #else
-enum { LORA_FEW = 2, LORA_RANKS = 2 };
+enum { LORA_FEW = 2, LORA_RANKS = 2, LORA_WIDE = 2 };
 #endif
 
 typedef struct {

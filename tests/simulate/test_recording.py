@@ -19,7 +19,8 @@ import pytest
 from support.long_runs import slow
 from support.simulate.simulation import make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
-from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelError
+from tidewheel.errors import ConfigError, InternalError, InvalidRequest, NotFound, TidewheelError
+from tidewheel.lora import Lora
 from tidewheel.record import recorder as recorder_module
 from tidewheel.record.recorded_events import ApplyEvent, ScheduleEvent, StepFeatures
 from tidewheel.record.recorder import PrefixNames, Recorder, RecordingScheduler
@@ -56,6 +57,9 @@ class Session:
         )
         self.scheduler = recording_scheduler(self.recorder, **self.settings)
         self.in_flight: deque[ScheduledBatch] = deque()
+        self.loras = [Lora(f"secret adapter {number}", number, Path()) for number in range(4)]
+        self.scheduler.loras.load = self.load
+        self.loading: dict[Lora, None] = {}
         self.requests: list[Request] = []
         self.turns: dict[str, Request] = {}  # the newest of each session
         self.now = 0.0
@@ -70,7 +74,7 @@ class Session:
             Request(
                 f"{first.request_id}-{index}", first.prompt_token_ids, first.sampling, max_tokens=first.max_tokens,
                 arrival_time=self.now, priority=first.priority, stop_token_ids=first.stop_token_ids,
-                cache_salt=first.cache_salt, tenant=first.tenant, leader=first,
+                cache_salt=first.cache_salt, tenant=first.tenant, leader=first, lora=first.lora,
             )
             for index in (1, 2)
         ]  # fmt: skip
@@ -93,8 +97,26 @@ class Session:
             soft_deadline=self.now + float(rng.exponential(0.3)) if rng.random() < 0.1 else None,
             objective=RequestObjective(0.2, math.inf, bool(rng.random() < 0.5)) if rng.random() < 0.2 else None,
         )
+        if "max_loras" in self.settings and rng.random() < 0.7:
+            request.lora = self.loras[int(rng.integers(len(self.loras)))]
+            request.cache_salt += request.lora.name
         self.requests.append(request)
         return request
+
+    def load(self, lora: Lora) -> None:
+        """Drop weights of other adapters, for room, and have those of this one read by a later step."""
+        self.loading[lora] = None
+        for other in self.loras:
+            if other not in self.scheduler.loras.running and self.rng.random() < 0.2:
+                other.weights = None
+
+    def end_loads(self) -> None:
+        for lora in [lora for lora in self.loading if self.rng.random() < 0.3]:
+            del self.loading[lora]
+            lora.weights = True
+            if self.rng.random() < 0.05:
+                lora.weights, lora.error = None, InvalidRequest("a test")
+                self.loras = [again(one) if one is lora else one for one in self.loras]
 
     def add_turn(self) -> None:
         """The next turn of a session that has ended, sometimes with another ending than was generated."""
@@ -122,6 +144,7 @@ class Session:
             self.scheduler.cancel(self.rng.choice(self.requests).request_id)
 
     def schedule(self) -> None:
+        self.end_loads()
         self.scheduler.expire(self.now)
         batch = self.scheduler.schedule(self.now)
         if batch is not None:
@@ -157,6 +180,10 @@ class Session:
         return replay(Recording(self.path), make_scheduler(**(self.settings | changes)))
 
 
+def again(lora: Lora) -> Lora:
+    return Lora(lora.name, lora.version + 10, Path())
+
+
 CASES = [
     {"max_inflight_steps": steps, "num_blocks": blocks, "enable_prefix_caching": caching}
     for steps, blocks, caching in itertools.product((1, 2), (32, 96), (True, False))
@@ -166,6 +193,8 @@ CASES = [
     *({"policy": policy} for policy in ("fifo", "sjf", "deadline", "fair", "density")),
     *({"scheduling_strategy": name} for name in ("static", "dynamic", "predictive", "hybrid")),
     {"target_tpot_ms": 20.0, "enable_seqs_governor": True, "num_blocks": 32},
+    {"max_loras": 2, "ageing_s": 0.05, "num_blocks": 32, "max_inflight_steps": 2},
+    {"max_loras": 1, "ageing_s": 0.05, "lora_limits": {"*": TenantLimits(requests_per_s=20.0, each=True)}},
     {
         "breaker_queue_time_s": 0.2,
         "breaker_error_rate": 0.2,
@@ -239,7 +268,7 @@ def test_a_recording_holds_no_tokens_and_no_names(tmp_path: Path) -> None:
         for tenant in ("secret tenant", "paying"):
             request = Request(
                 tenant[0], prompt, SamplingParams(), max_tokens=2, arrival_time=0.0, tenant=tenant,
-                cache_salt="secret salt", session_id="secret session",
+                cache_salt="secret salt", session_id="secret session", lora=Lora("secret adapter", 1, Path()),
             )  # fmt: skip
             scheduler.add_group([request], 0.0)
         recorder.flush()

@@ -160,7 +160,7 @@ def open_recorder(config: EngineConfig, info: EngineInfo) -> Recorder:
         settings=config.to_settings(),
         info=msgspec.to_builtins(info),
         with_contents=config.enable_prefix_caching,
-        named_tenants=tuple(parse_tenants(config.tenants)),
+        named_tenants=(*parse_tenants(config.tenants), *parse_tenants(config.lora_limits, "lora_limits")),
     )
     atexit.register(recorder.flush)
     return recorder

@@ -1,7 +1,7 @@
 """Events of a recording: one JSON array a line, the event's name first.
 
 A token is a hash of the prefix that it ends, or 0 if it stops a request: scheduling needs no more. Names of sessions,
-salts and tenants are hashed, except tenants of the settings.
+salts, adapters and tenants are hashed, except tenants and adapters with limits in the settings.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bucket: str = ""
     encoder_tokens: int = 0
     objective: tuple[float | None, float | None, bool] | None = None  # `RequestObjective`; null: infinite
+    lora: str = ""  # name and version
 
 
 class AddEvent(Event, frozen=True, tag="add"):
@@ -64,6 +65,14 @@ class AddEvent(Event, frozen=True, tag="add"):
     requests: list[RecordedRequest]  # a leader, then its followers
     refused: str  # error tag; empty: accepted
     evicted: list[str]
+
+
+class LoraEvent(Event, frozen=True, tag="lora"):
+    """Change of an adapter that requests wait for: it has weights or none, or cannot be read."""
+
+    lora: str
+    has_weights: bool
+    error: str  # tag; empty: none
 
 
 class CancelEvent(Event, frozen=True, tag="cancel"):
@@ -127,6 +136,7 @@ class FullEvent(Event, frozen=True, tag="full"):
 AnyEvent = (
     HeaderEvent
     | AddEvent
+    | LoraEvent
     | CancelEvent
     | ExpireEvent
     | FailEvent

@@ -12,6 +12,7 @@ import numpy as np
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.lora import Lora
 from tidewheel.record import recorded_events as events
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.config import SchedulerConfig
@@ -112,8 +113,11 @@ class RecordingScheduler(Scheduler):
         self._recorder = recorder
         self._clock = clock
         self._prefixes: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # states of `PrefixNames`
+        self._lora_events: dict[str, events.LoraEvent] = {}  # last ones
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
+        if (lora := requests[0].lora) is not None:
+            self._note_loras([lora])
         try:
             evicted = super().add_group(requests, now)
         except TidewheelError as error:
@@ -130,6 +134,7 @@ class RecordingScheduler(Scheduler):
         return request
 
     def expire(self, now: float) -> list[Request]:
+        self._note_loras(self.loras.waiting)
         ended = super().expire(now)
         if ended:
             self._recorder.write(events.ExpireEvent(now, _ids(ended)))
@@ -160,6 +165,7 @@ class RecordingScheduler(Scheduler):
         begin = self._clock()
         batch = super().schedule(now, slice_s)
         seconds = self._clock() - begin
+        self._note_loras(self.loras.waiting)  # their weights may have been dropped for those of others
         if batch is None:
             self._recorder.write(events.ScheduleEvent(now, slice_s=slice_s))
             self._recorder.flush()
@@ -181,6 +187,17 @@ class RecordingScheduler(Scheduler):
             if not self.has_unfinished:
                 self._recorder.flush()
         return outputs
+
+    def _note_loras(self, loras: Iterable[Lora]) -> None:
+        for lora in loras:
+            name, error = self._lora_name(lora), "" if lora.error is None else lora.error.tag
+            event = events.LoraEvent(name, lora.weights is not None, error)
+            if event != self._lora_events.get(name, events.LoraEvent(name, False, "")):
+                self._recorder.write(event)
+            self._lora_events[name] = event
+
+    def _lora_name(self, lora: Lora | None) -> str:
+        return "" if lora is None else f"{self._recorder.tenant(lora.name)}:{lora.version}"
 
     def _added(self, requests: Sequence[Request], now: float, refused: str, evicted: Sequence[Request]) -> None:
         if self._recorder.is_open:
@@ -212,6 +229,7 @@ class RecordingScheduler(Scheduler):
             bucket=request.bucket,
             encoder_tokens=request.encoder_tokens,
             objective=request.objective,
+            lora=self._lora_name(request.lora),
         )
 
     def _token_names(self, requests: list[Request], sampled: SampledTokens, delivered: set[Request]) -> bytes:

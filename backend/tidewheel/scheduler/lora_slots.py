@@ -1,18 +1,18 @@
 """Slots of LoRA adapters on the device.
 
-A request runs with its adapter in a slot, which its row holds until it leaves. A slot that no row holds goes to the
-next adapter in the order of service, the least recently used first. Its new adapter is loaded before the forward pass
-of the step; steps in flight, which may use the old one, were launched earlier and are executed first.
+A request runs with its adapter in a slot, which its row holds until it leaves. A slot without rows goes to the next
+adapter in the order of service, the least recently used first. The adapter is loaded right before the step's forward
+pass: steps in flight, which may use the slot's last adapter, were launched earlier and are executed first.
 
-Requests that wait for weights or for a slot hold up others of their adapter only. So that each adapter gets a slot,
-one whose oldest request waits (and whose weights are loaded) for
+Requests that wait for weights or for a slot hold up only others of their adapter. An adapter without a slot, whose
+weights are loaded and whose oldest request has waited for
 
-        ageing_s        reserves a slot that another adapter has had for as long: requests of that one enter no more,
-                        unless of a better class; at once, if it is of a better class than all rows of the slot
-    2 · ageing_s        gets the slot: its rows are preempted; at once, if they are of lower classes than CRITICAL
+        ageing_s        reserves a slot: once the adapter there has had it for ageing_s, its requests enter no more
+    2 · ageing_s        gets that slot: rows that have a new token are preempted
 
-Rows of better classes than the waiting request keep their slot. Without these, and with k adapters served before it,
-an adapter waits at most (2 + ⌊k / slots⌋) · ageing_s for a slot.
+Requests of better classes still enter, and their rows keep their slot. A request of a better class than all rows of a
+slot reserves it at once, and a CRITICAL one also gets it at once. Among equals the longest wait comes first: while k
+adapters have waited longer, or in better classes, one waits at most (2 + ⌊k / slots⌋) · ageing_s.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LoraSlots:
     """Owner of the slots: which adapter each has, which rows hold it, and which requests wait for theirs."""
 
     def __init__(self, num_slots: int, columns: RowColumns, stats: EngineStats) -> None:
-        self.load: Callable[[Lora], None] = lambda _: None  # asks for weights; returns at once
+        self.load: Callable[[Lora], None] = lambda _: None  # asks for weights, or does nothing
         self.now = 0.0  # of the step
         self._columns = columns
         self._stats = stats
@@ -59,7 +59,7 @@ class LoraSlots:
         self._slot_of: dict[Lora, _Slot] = {}
         self._slots_of_rows: Int32Array = np.full(columns.num_rows, NO_SLOT, dtype=np.int32)
         self._waiting: dict[Lora, dict[Request, float]] = {}  # since when, oldest first
-        self._asked: set[Lora] = set()  # for weights, in this step
+        self._asked: dict[Lora, None] = {}  # whose weights are missing, in order
         self._closed: dict[Lora, int] = {}  # adapters without a slot: class from which none enters in this step
         self._best_classes: list[int] | None = None  # of the slots' rows, in this step
         self._loads: list[LoraLoad] = []
@@ -90,13 +90,19 @@ class LoraSlots:
         return [member for leader in leaders for member in (*leader.followers, leader)]
 
     def begin_step(self, candidates: Iterator[Request]) -> list[int]:
-        """Ask for the weights of the first in line. Return rows to preempt for adapters that have waited too long."""
-        self._asked.clear()
+        """Ask for the weights of the first in line. Return rows to preempt for adapters that have waited too long.
+
+        Weights are asked for here alone, since the loader may drop others for them.
+        """
+        before, self._asked = self._asked, {}
         self._closed.clear()
         self._best_classes = None
-        for request in islice(candidates, LOOK_AHEAD):
-            if request.lora is not None and request.lora not in self._slot_of:
-                self._is_loaded(request.lora)
+        first = (request.lora for request in islice(candidates, LOOK_AHEAD) if request.lora is not None)
+        for lora in (*first, *before):
+            if lora not in self._slot_of and lora in self._waiting:
+                self._is_loaded(lora)
+        for lora in self._asked:
+            self.load(lora)
         rows: list[int] = []
         for slot in self._slots:
             if (taker := slot.reserved_for) is not None:
@@ -140,11 +146,8 @@ class LoraSlots:
         return False
 
     def _is_loaded(self, lora: Lora) -> bool:
-        is_missing = lora.weights is None and lora not in self._asked
-        if is_missing and len(self._asked) < len(self._slots):
-            self._asked.add(lora)
-            if lora.error is None:
-                self.load(lora)
+        if lora.weights is None and len(self._asked) < len(self._slots):
+            self._asked[lora] = None
         return lora.weights is not None
 
     def _free_slot(self, lora: Lora) -> _Slot | None:

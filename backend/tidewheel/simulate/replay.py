@@ -12,7 +12,8 @@ from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch, StepOutpu
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
+from tidewheel.errors import BY_TAG, ConfigError, EngineDead, InternalError, NotFound, TidewheelError
+from tidewheel.lora import Lora
 from tidewheel.record import recorded_events as record
 from tidewheel.record.recorder import describe_batch, describe_ended
 from tidewheel.request import FinishReason, Priority, Request, RequestObjective
@@ -102,11 +103,17 @@ class EventPlayer:
         self.num_requests = 0
         self.scheduler = scheduler
         self._in_flight: deque[ScheduledBatch] = deque()
+        self._loras: dict[str, Lora] = {}
 
     def play(self, event: record.AnyEvent) -> str:
         match event:
             case record.AddEvent():
                 return self._add(event)
+            case record.LoraEvent():
+                lora = self._lora(event.lora)
+                lora.weights = event.has_weights or None
+                lora.error = BY_TAG[event.error]("replayed") if event.error else None
+                return ""
             case record.CancelEvent():
                 request = self.scheduler.cancel(event.request_id, FinishReason(event.reason))
                 return _differs(f"cancel of {event.request_id}, was it there", event.was_there, request is not None)
@@ -138,6 +145,8 @@ class EventPlayer:
         requests = [to_request(recorded) for recorded in event.requests]
         for follower in requests[1:]:
             follower.leader = requests[0]
+        for request, recorded in zip(requests, event.requests, strict=True):
+            request.lora = self._lora(recorded.lora) if recorded.lora else None
         self.num_requests += len(requests)
         refused, evicted = "", list[str]()
         try:
@@ -149,6 +158,9 @@ class EventPlayer:
         return _differs(f"refusal of {name}", event.refused, refused) or _differs(
             f"requests evicted for {name}", event.evicted, evicted
         )
+
+    def _lora(self, name: str) -> Lora:
+        return self._loras.setdefault(name, Lora(name.rpartition(":")[0], len(self._loras), Path()))
 
     def _close_session(self, event: record.SessionCloseEvent) -> str:
         was_there = True

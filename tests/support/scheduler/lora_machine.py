@@ -32,6 +32,9 @@ class LoraMachine(SchedulerMachine):
 
     def load(self, lora: Lora) -> None:
         assert lora.weights is None and lora.error is None
+        for other in self.loras:  # for room in host memory
+            if other not in self.driver.scheduler.loras.running and self.random.random() < 0.3:
+                other.weights = None
         if lora not in self.loading:
             self.loading.append(lora)
 

@@ -106,6 +106,19 @@ def test_random_loads_on_processes(tmp_path: Path) -> None:
         ranked.close()
 
 
+def test_adapters_on_processes(lora_folders: Folders, lora_answers: Answers) -> None:
+    config = settings(lora_folders.base, enable_lora=True, max_loras=MAX_LORAS, max_lora_rank=MAX_RANK)
+    ranked = load_group(dataclasses.replace(config, tensor_parallel_size=2), None)
+    try:
+        check_mixed(ranked, lora_folders, lora_answers, {name: slot for slot, name in enumerate(ADAPTERS)})
+        check_mixed(ranked, lora_folders, lora_answers, {"all": 1, "attention": 0})
+        ranked.check()
+        with pytest.raises(ConfigError, match="nowhere"):
+            ranked.read_lora(lora_folders.base / "nowhere")
+    finally:
+        ranked.close()
+
+
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_all_ways_of_sampling(case: Case, kinds: Sequence[SamplingParams], loop: type[StepLoop]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tidewheel.batch import Int32Array, ScheduledBatch
+from tidewheel.batch import Int32Array, ScheduledBatch, no_ids
 from tidewheel.lora import NO_SLOT, LoraLoad
 from tidewheel.models.causal_lm import CausalLM
 from tidewheel.models.decoder import Decoder
@@ -21,6 +21,8 @@ class LoraStacks:
     def __init__(self, stacks: Sequence[tuple[Linear, LoraStack]]) -> None:
         self._stacks = stacks
         *_, self._max_loras, self.max_rank = stacks[0][1].sizes
+        self._grouped_slots: Int32Array = no_ids()
+        self._columns: LoraColumns = no_ids(), no_ids()
 
     @classmethod
     def of(cls, model: CausalLM) -> LoraStacks | None:
@@ -51,7 +53,10 @@ class LoraStacks:
         return self._grouped(slots)
 
     def _grouped(self, slots_of_tokens: Int32Array) -> LoraColumns:
-        return group_tokens(slots_of_tokens, max_tiles(len(slots_of_tokens), self._max_loras))
+        if not np.array_equal(slots_of_tokens, self._grouped_slots):  # as from one decode step to the next
+            self._columns = group_tokens(slots_of_tokens, max_tiles(len(slots_of_tokens), self._max_loras))
+            self._grouped_slots = slots_of_tokens
+        return self._columns
 
 
 def lora_groups(columns: Sequence[torch.Tensor]) -> LoraGroups | None:

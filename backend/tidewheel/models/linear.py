@@ -129,20 +129,19 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, lora: LoraGroups | None = None) -> torch.Tensor:
         """Return the products [T, out_features], with those of the tokens' adapters in `lora`."""
-        if self._groups is not None:
-            products = grouped_linear(x, self._groups, self.bias)
-        elif self._scales is not None:
-            products = scaled_linear(x, self.weight, self._scales, self.bias)
-        elif self._packed is not None:
-            products = packed_linear(x, self._packed, self.bias)
-        else:
-            products = linear(x, self.weight, self.bias)
-        return products if lora is None else self._with_lora(products, x, lora)
-
-    def _with_lora(self, products: torch.Tensor, x: torch.Tensor, lora: LoraGroups) -> torch.Tensor:
-        assert self.lora is not None
-        add_lora(products, x, self.lora, lora)
+        products = self._products(x)
+        if lora is not None and self.lora is not None:
+            add_lora(products, x, self.lora, lora)
         return products
+
+    def _products(self, x: torch.Tensor) -> torch.Tensor:
+        if self._groups is not None:
+            return grouped_linear(x, self._groups, self.bias)
+        if self._scales is not None:
+            return scaled_linear(x, self.weight, self._scales, self.bias)
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def kernel_weights(self) -> LinearWeights | None:
         weights = self._groups or self._packed
@@ -155,9 +154,8 @@ class InvariantLinear(Linear):
     def pack(self) -> None:
         pass
 
-    def __call__(self, x: torch.Tensor, lora: LoraGroups | None = None) -> torch.Tensor:
-        products = invariant_linear(x, self.weight, self.bias)
-        return products if lora is None else self._with_lora(products, x, lora)
+    def _products(self, x: torch.Tensor) -> torch.Tensor:
+        return invariant_linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(Linear):

@@ -16,7 +16,6 @@ from tidewheel.batch import Launch, SampledTokens, ScheduledBatch, WeightVariant
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
-from tidewheel.models.decoder import Decoder
 from tidewheel.models.lora_folder import LoraFile, LoraWeights, read_lora
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.native_model import NativeModel
@@ -42,7 +41,7 @@ from tidewheel.runner.inputs import (
 )
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
-from tidewheel.runner.lora_stacks import LoraStacks, lora_groups
+from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.profiling import (
     StepMemory,
     StepSize,
@@ -93,7 +92,7 @@ class ModelRunner:
         self._lora = LoraStacks.of(model)
         if accelerator is not None:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
-            num_bytes += 0 if self._lora is None else self._lora.staged_bytes(info.max_num_batched_tokens)
+            num_bytes += 0 if self._lora is None else self._lora.num_bytes(info.max_num_batched_tokens)
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
         self._steps = StepModel(model, self._rows, cache.kv.layers, encoder, self._shard)
         self._variants: tuple[WeightVariant, ...] = ("full", "quantized") if info.copy_bytes else ("full",)
@@ -200,10 +199,6 @@ class ModelRunner:
     def _graphs(self, batch: ScheduledBatch) -> StepGraphs | None:
         return self._graphs_of.get((self._weights, len(batch.lora_slots) > 0))
 
-    def _decode_graph(self, batch: ScheduledBatch) -> DecodeGraph | None:
-        graphs = self._graphs(batch)
-        return None if graphs is None else graphs.find_decodes(batch)
-
     def _use(self, weights: WeightVariant) -> None:
         if weights != self._weights:
             model = self._steps.model
@@ -219,16 +214,13 @@ class ModelRunner:
 
     def read_lora(self, folder: Path) -> LoraWeights:
         """Read an adapter, on any thread and beside steps. Raise `ConfigError`."""
-        return read_lora(folder, *self._takes_lora())
+        assert self._lora is not None
+        return read_lora(folder, self._lora.model, self._lora.max_rank)
 
     def check_lora(self, folder: Path) -> None:
         """Check all of an adapter but its values. Raise `ConfigError`."""
-        LoraFile(folder, *self._takes_lora())
-
-    def _takes_lora(self) -> tuple[Decoder, int]:
-        model = self._steps.model
-        assert isinstance(model, Decoder) and self._lora is not None, "enable_lora is not set"
-        return model, self._lora.max_rank
+        assert self._lora is not None
+        LoraFile(folder, self._lora.model, self._lora.max_rank)
 
     def with_adapters(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Return a batch in which every row has an adapter, if there are slots."""
@@ -269,7 +261,8 @@ class ModelRunner:
         host = self._rows.host_inputs(batch)
         plan = self._sampling.plan(batch, host)
         reads_prompts = plan.scoring is not None or plan.pooling is not None
-        graph = None if reads_prompts else self._decode_graph(batch)
+        graphs = self._graphs(batch)
+        graph = None if graphs is None or reads_prompts else graphs.find_decodes(batch)
         launch: Launch = "eager"
         if reads_prompts:
             sampled = self._computed_with_prompts(batch, host, plan, changes)
@@ -284,7 +277,8 @@ class ModelRunner:
 
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return decodes' logits [n, vocab_size], eager and by graph."""
-        graph = self._decode_graph(batch)
+        graphs = self._graphs(batch)
+        graph = None if graphs is None else graphs.find_decodes(batch)
         assert graph is not None
         with torch.inference_mode():
             computed = self._eager_forward(batch)()
@@ -304,8 +298,7 @@ class ModelRunner:
     def _eager_forward(self, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
         changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
         sent = self._send(batch, host, {}, changes)
-        inputs, bounds = StepInputs(*sent["inputs"]), ForwardBounds.exact(batch, host)
-        return partial(self._steps.forward, inputs, bounds, lora_groups(sent["lora"]))
+        return partial(self._steps.forward, sent, ForwardBounds.exact(batch, host))
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
@@ -318,7 +311,7 @@ class ModelRunner:
         bounds = ForwardBounds.exact(batch, host)
         inputs = StepInputs(*sent["inputs"])
         if graph is None:
-            logits = self._steps.forward(inputs, bounds, lora_groups(sent["lora"]))
+            logits = self._steps.forward(sent, bounds)
         else:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
         sampled = self._sampled(logits, plan, sent, inputs.store_indices)
@@ -330,7 +323,7 @@ class ModelRunner:
         sent = self._send(batch, host, plan.groups(), changes)
         inputs, model = StepInputs(*sent["inputs"]), self._steps.model
         scored, pooled = sent["prompt"], sent["pooling"]
-        step = self._steps.input(inputs, ForwardBounds.exact(batch, host), lora_groups(sent["lora"]))
+        step = self._steps.input(sent, ForwardBounds.exact(batch, host))
         logits, states = model.forward_with_states(step, torch.cat((*scored, *pooled[:1])))
         of_prompts = sums = None
         if plan.scoring is not None:

@@ -22,16 +22,8 @@ from tidewheel.models.model_folder import one_line
 
 Read = Callable[[Path], LoraWeights]
 FileState = tuple[int, int, int]  # inode, bytes, and the time of the last change in ns
+ReadOrder = tuple[int, str, list[FileState]]  # number of the adapter, its folder, and the files in it
 CLOCK_TICK_S = 0.01  # changes within a tick of the kernel's clock may have one time
-
-
-class ReadOrder(msgspec.Struct, array_like=True):
-    number: int  # of the adapter
-    folder: str
-    files: list[FileState]
-
-
-_encode, _orders = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ReadOrder)
 
 
 class LeaderLoras:
@@ -45,17 +37,17 @@ class LeaderLoras:
 
     def read(self, folder: Path, read: Read) -> LoraWeights:
         """Read an adapter on all ranks, for one caller at a time. Raise `ConfigError`."""
-        order = ReadOrder(next(self._unused), str(folder), _files(folder))
+        order = number, *_ = next(self._unused), str(folder), _files(folder)
         time.sleep(CLOCK_TICK_S)  # any rank sees a change from here on
         for connection in self._connections:
-            connection.send_bytes(_encode(order))
+            connection.send_bytes(msgspec.msgpack.encode(order))
         weights, own = _read(order, read)
         problems = [own, *(connection.recv_bytes().decode() for connection in self._connections)]
         if weights is None or any(problems):
-            self._dropped.append(order.number)
+            self._dropped.append(number)
             raise ConfigError(next(filter(None, problems)))
-        self._numbers[weights] = order.number
-        weakref.finalize(weights, self._dropped.append, order.number)
+        self._numbers[weights] = number
+        weakref.finalize(weights, self._dropped.append, number)
         return weights
 
     def number(self, weights: LoraWeights) -> int:
@@ -70,34 +62,28 @@ def serve_reads(connection: Connection, read: Read, loras: MutableMapping[int, L
     """Read what rank 0 orders into `loras`, by number, until its process ends."""
     with connection, contextlib.suppress(EOFError, OSError):
         while True:
-            order = _orders.decode(connection.recv_bytes())
+            order = msgspec.msgpack.decode(connection.recv_bytes(), type=ReadOrder)
             weights, problem = _read(order, read)
             if weights is not None:
-                loras[order.number] = weights
+                loras[order[0]] = weights
             connection.send_bytes(problem.encode())
 
 
 def _read(order: ReadOrder, read: Read) -> tuple[LoraWeights | None, str]:
     """Return a rank's part, or why there is none."""
-    folder = Path(order.folder)
+    _, name, files = order
     try:
-        weights = read(folder)
-    except TidewheelError as error:
-        return None, str(error)
+        weights = read(folder := Path(name))
     except Exception as error:  # it must be answered
-        return None, f"{folder} cannot be read: {one_line(error)}"
-    if _files(folder) != order.files:
-        return None, f"{folder} changed while it was read: load it again"
+        is_refusal = isinstance(error, TidewheelError)
+        return None, str(error) if is_refusal else f"{name} cannot be read: {one_line(error)}"
+    if _files(folder) != files:
+        return None, f"{name} changed while it was read: load it again"
     return weights, ""
 
 
 def _files(folder: Path) -> list[FileState]:
-    return [_state(folder / name) for name in (CONFIG_NAME, WEIGHTS_NAME)]
-
-
-def _state(path: Path) -> FileState:
-    try:
-        stat = path.stat()
-    except OSError:  # the reader says what is wrong
-        return 0, 0, 0
-    return stat.st_ino, stat.st_size, stat.st_ctime_ns
+    with contextlib.suppress(OSError):  # the reader says what is wrong
+        stats = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
+        return [(stat.st_ino, stat.st_size, stat.st_ctime_ns) for stat in stats]
+    return []

@@ -16,14 +16,22 @@ from typing import NamedTuple
 
 import torch
 
-from tidewheel.batch import ScheduledBatch
+from tidewheel.batch import ScheduledBatch, no_ids
 from tidewheel.models.causal_lm import AttentionInput, CausalLM, ForwardInput, KVLayer, Progress, TokenLocations
 from tidewheel.models.decoder import Decoder, DecoderLayer
 from tidewheel.models.shard import Shard
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
 from tidewheel.runner.encoder_cache import EncoderCache
-from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, InputSender, RowTable, StepInputs
-from tidewheel.runner.lora_stacks import LoraColumns, LoraStacks, lora_groups
+from tidewheel.runner.inputs import (
+    DeviceArrays,
+    DeviceInputs,
+    ForwardBounds,
+    Groups,
+    InputSender,
+    RowTable,
+    StepInputs,
+)
+from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.sampler import draw_tokens, largest_of_ranks
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel_kernels import AttentionMetadata
@@ -45,14 +53,15 @@ class StepModel(NamedTuple):
     encoder: EncoderCache | None = None
     shard: Shard = Shard()
 
-    def input(self, inputs: DeviceInputs, bounds: ForwardBounds, lora: LoraGroups | None) -> ForwardInput:
+    def input(self, sent: DeviceArrays, bounds: ForwardBounds) -> ForwardInput:
+        inputs, lora = StepInputs(*sent["inputs"]), LoraGroups(*sent["lora"]) if sent["lora"] else None
         token_ids = self.rows.known_tokens_at(inputs.token_indices, self.model.shape.vocab_size)
         meta = self.rows.metadata(inputs, bounds)
         encoded = None if self.encoder is None else self.encoder.input(inputs)
         return ForwardInput(token_ids, inputs.positions, meta, self.kv_layers, inputs.logit_indices, encoded, lora)
 
-    def forward(self, inputs: DeviceInputs, bounds: ForwardBounds, lora: LoraGroups | None) -> torch.Tensor:
-        return self.model.forward(self.input(inputs, bounds, lora))
+    def forward(self, sent: DeviceArrays, bounds: ForwardBounds) -> torch.Tensor:
+        return self.model.forward(self.input(sent, bounds))
 
 
 class GraphSizes(NamedTuple):
@@ -129,14 +138,9 @@ class StepGraphs:
     """Graphs of steps in which rows have adapters, or, without `lora`, none has."""
 
     def __init__(
-        self,
-        pool: CudaGraphPool,
-        steps: StepModel,
-        sender: InputSender,
-        max_model_len: int,
-        *,
-        lora: LoraStacks | None = None,
-    ) -> None:
+        self, pool: CudaGraphPool, steps: StepModel, sender: InputSender, max_model_len: int,
+        *, lora: LoraStacks | None = None,
+    ) -> None:  # fmt: skip
         self._pool = pool
         self._steps = steps
         self._sender = sender
@@ -180,17 +184,16 @@ class StepGraphs:
         index = bisect_left(self._prompts, batch.num_tokens, key=lambda graph: graph.num_tokens)
         return self._prompts[index] if index < len(self._prompts) else None
 
-    def _lora_padding(self, size: int) -> LoraColumns | None:
-        return None if self._lora is None else self._lora.padding(size)
+    def _sent(self, num_tokens: int, groups: Groups) -> DeviceArrays:
+        lora = None if self._lora is None else self._lora.padded(no_ids(), num_tokens)
+        return self._sender({"lora": lora, **groups})
 
     def _add_decodes(self, size: int, *, may_split: bool = True) -> None:
         rows, shard = self._steps.rows, self._steps.shard
-        sent = self._sender(
-            {"lora": self._lora_padding(size), "inputs": rows.padding(size), "draw": greedy_columns(size)}
-        )
-        inputs, draw, lora = StepInputs(*sent["inputs"]), sent["draw"], lora_groups(sent["lora"])
+        sent = self._sent(size, {"inputs": rows.padding(size), "draw": greedy_columns(size)})
+        inputs, draw = StepInputs(*sent["inputs"]), sent["draw"]
         bounds = ForwardBounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
-        forward = self._pool.capture(lambda: self._steps.forward(inputs, bounds, lora))
+        forward = self._pool.capture(lambda: self._steps.forward(sent, bounds))
 
         def sample(any_sampled: bool) -> torch.Tensor:
             if shard.num_ranks > 1 and not any_sampled:
@@ -212,8 +215,8 @@ class StepGraphs:
     def _add_prompts(self, size: int) -> None:
         pool, (model, rows, kv_layers, *_) = self._pool, self._steps
         assert isinstance(model, Decoder)
-        sent = self._sender({"lora": self._lora_padding(size), "inputs": rows.padding(0, size)})
-        inputs, lora = StepInputs(*sent["inputs"]), lora_groups(sent["lora"])
+        sent = self._sent(size, {"inputs": rows.padding(0, size)})
+        inputs, lora = StepInputs(*sent["inputs"]), LoraGroups(*sent["lora"]) if sent["lora"] else None
         places = TokenLocations(inputs.positions, inputs.slot_mapping, lora)
 
         def begin() -> AttentionInput:

@@ -174,9 +174,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._open_core()
         outcomes: list[FinishReason | TidewheelError] = []
         self._loras.read_new(name, Path(path).absolute(), outcomes.append)
-        while not outcomes:
-            self._loras.wait()
-            self._loras.poll()
+        self._loras.wait()
         if isinstance(outcomes[0], TidewheelError):
             raise outcomes[0]
 

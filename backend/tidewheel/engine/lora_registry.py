@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,11 @@ class LoraRegistry:
         self._loras: dict[str, Lora] = {}  # newest versions, by name
         self._resident: OrderedDict[Lora, bool] = OrderedDict()  # least recently used first; whether it has run
         self.reads: dict[Lora, tuple[Future[Any], Answer | None]] = {}  # with the answer to an order
-        # Folders by name (None: unloaded), each with the folder of `lora_modules` at that time.
-        self._ordered = (file and read_value(file, dict[str, tuple[str | None, str | None]])) or {}
+        # `lora_modules` and the folders of all names, when the last order was carried out.
+        kept = read_value(file, tuple[dict[str, str], dict[str, str]]) if file is not None else None
+        self._named, folders = kept or ({}, {})
+        for name, folder in folders.items():
+            self._add(name, folder)
         self.take_settings(config)
         slots.load = self.load
         for lora in self._loras.values():
@@ -58,27 +61,27 @@ class LoraRegistry:
                 log.warning("LoRA %s: %s", lora.name, error)
 
     def take_settings(self, config: EngineConfig) -> None:
-        """Take the adapters of `lora_modules`. Orders of clients stand, unless the folder of their name changed."""
+        """Take the adapters of `lora_modules`. Names whose folder there is as before keep that of later orders."""
         self._lora_dir = Path(config.lora_dir)
-        self._named = named = parse_loras(config.lora_modules)
-        ordered = {name: folder for name, (folder, before) in self._ordered.items() if named.get(name) == before}
-        wanted = {name: Path(folder) for name, folder in {**named, **ordered}.items() if folder}
-        for lora in list(self._loras.values()):
-            if wanted.get(lora.name) != lora.folder:
-                self._retire(lora.name)
-        for name, folder in wanted.items():
-            self._loras[name] = self._loras.get(name) or Lora(name, next(self._versions), folder)
+        before, self._named = self._named, parse_loras(config.lora_modules)
+        for name in {**before, **self._named}:
+            folder = self._named.get(name)
+            if folder != before.get(name):
+                self._retire(name)
+                if folder is not None:
+                    self._add(name, folder)
 
     def find(self, name: str) -> Lora | None:
         """Return the newest version of an adapter; None without a name. Raise `Unsupported` or `NotFound`."""
-        if name:
-            self._check_enabled()
-        if name and name not in self._loras:
+        if not name:
+            return None
+        self._check_enabled()
+        if name not in self._loras:
             names = list(self._loras)
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
             # The words of Triton's vLLM backend, which its clients compare.
             raise NotFound(f"LoRA {name} is not supported, we currently support {names[:_SHOWN_NAMES]}{more}")
-        return self._loras.get(name)
+        return self._loras[name]
 
     def load(self, lora: Lora) -> None:
         """Have an adapter's weights read, unless host memory is full. Repeatable."""
@@ -94,10 +97,14 @@ class LoraRegistry:
         elif options.lora_order == "unload":
             self.find(name)
             self._retire(name)
-            self._keep_order(name, None)
+            self._save()
+            log.info("LoRA %s is unloaded by an order", name)
             answer(FinishReason.STOP)
         else:
-            rows = [_describe(lora) for _, lora in sorted(self._loras.items())]
+            rows = [
+                {"name": name, "path": str(lora.folder), "rank": lora.rank, "is_loaded": lora.weights is not None}
+                for name, lora in sorted(self._loras.items())
+            ]
             answer(FinishReason.STOP, msgspec.json.encode(rows).decode())
 
     def read_new(self, name: str, folder: Path, answer: Answer, *, below: Path | None = None) -> None:
@@ -125,22 +132,23 @@ class LoraRegistry:
                 self._take(lora, result_of(read, f"LoRA {lora.name} cannot be read"), answer)
 
     def wait(self) -> None:
-        """Wait until something was read, for `poll`, or return at once if nothing is read."""
-        wait([read for read, _ in self.reads.values()], return_when=FIRST_COMPLETED)
+        """Take what is being read, once it was."""
+        wait([read for read, _ in self.reads.values()])
+        self.poll()
 
     def _take(self, lora: Lora, weights: Any, answer: Answer | None) -> None:
         if isinstance(weights, TidewheelError):
             lora.error = weights
             log.warning("%s", weights.message)
             if self._loras.get(lora.name) is lora:  # later requests have it read again
-                self._loras[lora.name] = Lora(lora.name, next(self._versions), lora.folder)
+                self._add(lora.name, lora.folder)
         else:
             lora.rank = weights.rank
             log.info("LoRA %s is read: rank %d, %s", lora.name, lora.rank, shown_bytes(weights.num_bytes))
             if answer is not None:
                 self._retire(lora.name)
                 self._loras[lora.name] = lora
-                self._keep_order(lora.name, str(lora.folder))
+                self._save()
             if self._make_room():
                 lora.weights = weights
                 self._resident[lora] = False
@@ -159,22 +167,22 @@ class LoraRegistry:
                 excess -= 1
         return excess <= 0
 
+    def _add(self, name: str, folder: str | Path) -> None:
+        self._loras[name] = Lora(name, next(self._versions), Path(folder))
+
     def _retire(self, name: str) -> None:
         """Forget a name, if it is known. Accepted requests keep their version, the first to be dropped after them."""
         old = self._loras.pop(name, None)
         if old is not None and old in self._resident:
             self._resident.move_to_end(old, last=False)
 
-    def _keep_order(self, name: str, folder: str | None) -> None:
-        log.info("LoRA %s is %s by a client's order", name, f"loaded from {folder}" if folder else "unloaded")
-        self._ordered[name] = folder, self._named.get(name)
-        if folder is None and name not in self._named:
-            del self._ordered[name]
-        if self._file is not None:
-            try:
-                write_value(self._file, self._ordered)
-            except OSError as error:
-                log.warning("a later engine will not know of this: %s cannot be written (%s)", self._file, error)
+    def _save(self) -> None:
+        folders = {name: str(lora.folder) for name, lora in self._loras.items()}
+        try:
+            if self._file is not None:
+                write_value(self._file, (self._named, folders))
+        except OSError as error:
+            log.warning("the next engine will not know them: %s cannot be written (%s)", self._file, error)
 
     def _read(self, lora: Lora, below: Path | None = None) -> Any:
         """Return an adapter's weights. Runs on the reading thread."""
@@ -195,8 +203,3 @@ class LoraRegistry:
     def _check_enabled(self) -> None:
         if not self._is_enabled:  # the first sentence is that of Triton's vLLM backend
             raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
-
-
-def _describe(lora: Lora) -> dict[str, object]:
-    shown = {"name": lora.name, "path": str(lora.folder), "rank": lora.rank}  # no rank: not read yet
-    return {**shown, "is_loaded": lora.weights is not None}

@@ -291,18 +291,15 @@ class EngineServer:
         with self._refusing(front_end, message.key):
             if isinstance(grammar, TidewheelError):
                 raise grammar
-            request_ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
+            ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
             try:
-                seed, now = self._seeds.getrandbits(64), self.clock()
+                seed, now, lora = (
+                    self._seeds.getrandbits(64),
+                    self.clock(),
+                    self._loras.find(message.options.lora_name),
+                )
                 requests = to_requests(
-                    message,
-                    self.info,
-                    self.config,
-                    request_ids=request_ids,
-                    seed=seed,
-                    now=now,
-                    grammar=grammar,
-                    lora=self._loras.find(message.options.lora_name),
+                    message, self.info, self.config, request_ids=ids, seed=seed, now=now, grammar=grammar, lora=lora
                 )
                 self._core.add_group(requests)
             except Exception as error:

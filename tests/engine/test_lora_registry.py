@@ -32,7 +32,7 @@ class Harness:
             write_lora(folder / name)
         modules = {name: str(folder / name) for name in names}
         self.settings: dict[str, Any] = {
-            "model": "m", "enable_lora": True, "lora_dir": str(folder), "lora_modules": json.dumps(modules),
+            "model": "m", "enable_lora": True, "lora_dir": str(folder), "lora_modules": json.dumps(modules) if modules else "",
             "max_loras": 1, "max_cpu_loras": 2, **settings,
         }  # fmt: skip
         self.registry = self.start()
@@ -229,6 +229,18 @@ def test_orders_outlive_an_engine(tmp_path: Path) -> None:
         "b": str(tmp_path / "c"), "c": str(tmp_path / "c")
     }  # fmt: skip
     assert "gone" not in (tmp_path / LORAS).read_text()
+
+
+def test_orders_wait_for_an_engine_with_adapters(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    write_lora(tmp_path / "a")
+    harness.load("a")
+    harness.settings["enable_lora"] = False
+    harness.start()
+    assert harness.list() == []
+    harness.settings["enable_lora"] = True
+    harness.start()
+    assert [row["name"] for row in harness.list()] == ["a"]
 
 
 def test_a_file_of_orders_that_nothing_can_read(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class LoraRegistry:
         self._is_enabled = config.enable_lora
         self._runner = runner
         self._slots = slots
-        self._file = file
+        self._file = file if config.enable_lora else None
         self._executor: Executor = ThreadPoolExecutor(1, "loras")
         self._limit = max(config.max_cpu_loras or 4 * config.max_loras, config.max_loras + 1)
         self._versions = itertools.count(1)
@@ -48,7 +48,7 @@ class LoraRegistry:
         self._resident: OrderedDict[Lora, bool] = OrderedDict()  # least recently used first; whether it has run
         self.reads: dict[Lora, tuple[Future[Any], Answer | None]] = {}  # with the answer to an order
         # `lora_modules` and the folders of all names, when the last order was carried out.
-        kept = read_value(file, tuple[dict[str, str], dict[str, str]]) if file is not None else None
+        kept = self._file and read_value(self._file, tuple[dict[str, str], dict[str, str]])
         self._named, folders = kept or ({}, {})
         for name, folder in folders.items():
             self._add(name, folder)

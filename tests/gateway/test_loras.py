@@ -318,6 +318,10 @@ def test_orders_go_to_all_servers(both: RunningGateway, tritons: tuple[FakeTrito
     assert [list(one.loras["demo"]) for one in tritons] == [["new"], ["new"]]
     assert order(both, "unload", lora_name="new").ok
     assert [list(one.loras["demo"]) for one in tritons] == [[], []]
+    assert order(both, "load", **fields).ok
+    for one in tritons:
+        one.loras["demo"].clear()  # by another worker
+    assert order(both, "unload", lora_name="new").status_code == 404
     tritons[0].loras["demo"]["new"] = "p"
     assert order(both, "unload", lora_name="new").ok, "the other server does not have it"
 

@@ -93,8 +93,13 @@ class LoraDirectory:
 
     async def resolve(self, request: UpstreamRequest, name: str, tasks: Sequence[Task]) -> Task:
         """Set the request's model, and its adapter if `name` is one. Return the task. Raise `RequestError`."""
-        lora = await self.find(name) if "generate" in tasks else None
-        request.model, task = self._upstreams.model(name if lora is None else lora.model, tasks)
+        lora = None
+        try:
+            request.model, task = self._upstreams.model(name, tasks)
+        except NotFound:
+            if "generate" not in tasks or (lora := await self.find(name)) is None:
+                raise
+            request.model, task = self._upstreams.model(lora.model, tasks)
         request.model_id = name or request.model
         if request.lora and f"{request.model}/{request.lora}" not in self._loras:
             await self.read(LIST_S)  # which servers have it

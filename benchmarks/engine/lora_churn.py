@@ -131,8 +131,8 @@ def expected_answers(folders: Folders, scratch: Path) -> dict[tuple[str, Version
         for number, prompt in enumerate(PROMPTS):
             ids = torch.tensor(prompt.tolist())[None]
             out = model.eval().generate(
-                ids, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, do_sample=False, output_logits=True,
-                return_dict_in_generate=True, pad_token_id=0,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS,
+                do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
             )  # fmt: skip
             tokens = out.sequences[0, ids.shape[1] :].tolist()
             found[name, version, number] = Answer(tokens, torch.cat(out.logits).float())
@@ -323,7 +323,9 @@ def main() -> None:
     study.add_argument("--minutes", type=float, default=10.0)
     study.add_argument("--seed", type=int, default=0)
     options = study.begin()
-    root, engine_dir = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp(prefix="tw-"))
+    root, of_model = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp(prefix="tw-"))
+    engine_dir = of_model / "engine"  # the adapters' names are kept beside it
+    engine_dir.mkdir(mode=0o700)
     folders = make_folders(root)
     answers = expected_answers(folders, root / "merged")
     shutil.rmtree(root / "merged")
@@ -350,7 +352,7 @@ def main() -> None:
     show([dict(sorted(churn.counts.items()))])
     for name, value in checks.items():
         print(f"{name}: {value}")
-    for folder in (root, engine_dir):
+    for folder in (root, of_model):
         shutil.rmtree(folder)
     study.save({"minutes": options.minutes, "counts": dict(churn.counts), **checks})
     if churn.wrong or checks["ended other than once"] or not is_over or any(checks["left"].values()):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from support.scheduler.lora_machine import LoraMachine
 
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking a long life takes minutes
+
 TestLoras = LoraMachine.TestCase
-TestLoras.settings = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True)
+TestLoras.settings = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True, phases=PHASES)
 
 
 @pytest.mark.slow

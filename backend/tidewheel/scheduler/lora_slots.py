@@ -85,8 +85,7 @@ class LoraSlots:
 
     def failed_requests(self) -> list[Request]:
         """Return the waiting requests whose adapters could not be read."""
-        failed = [lora for lora in self._asked if lora.error is not None]
-        leaders = [request for lora in failed for request in self._waiting.get(lora, ())]
+        leaders = [one for lora, group in self._waiting.items() if lora.error is not None for one in group]
         return [member for leader in leaders for member in (*leader.followers, leader)]
 
     def begin_step(self, candidates: Iterator[Request]) -> list[int]:

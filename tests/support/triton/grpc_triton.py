@@ -95,12 +95,12 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return was_cancelled
 
     def ModelStreamInfer(self, requests: Iterator[pb.ModelInferRequest], context: Any) -> Answer:
-        context.add_callback(self.ended.set)
         for message in requests:
             asked = Asked(message, dict(context.invocation_metadata()))
             if any(b'"lora_order"' in raw for raw in message.raw_input_contents):
                 yield self._obey(asked)
                 continue
+            context.add_callback(self.ended.set)
             self.asked.append(asked)
             try:
                 yield from (self.answer or say_words)(asked)

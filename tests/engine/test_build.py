@@ -119,7 +119,7 @@ def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:
         max_preemptions=0, long_prefill_token_threshold=1, target_tpot_ms=1.0, enable_seqs_governor=True,
         governor_target_latency_ms=1.0, scheduling_strategy="hybrid", batch_timeout_ms=1.0,
         batch_target_latency_ms=2.0, hybrid_threshold=1, hybrid_backlog=1, pressure_quantization="int8",
-        pressure_memory=0.5, pressure_latency_ms=1.0, pressure_quantization_critical=True,
+        pressure_memory=0.5, pressure_latency_ms=1.0, pressure_quantization_critical=True, enable_lora=True,
     )  # fmt: skip
     default = {
         field.name

@@ -66,6 +66,7 @@ OTHERS: dict[str, object] = {
     "governor_target_latency_ms": 20.0, "session_ttl_s": 9.0, "max_session_ttl_s": 999.0, "max_sessions": 9,
     "session_max_blocks": 9, "generation_config": "auto", "override_generation_config": '{"top_k": 2}',
     "max_logprobs": 3, "pressure_memory": 0.7, "pressure_latency_ms": 90.0, "pressure_quantization_critical": True,
+    "lora_modules": '{"a": "/loras/a"}', "lora_limits": '{"a": {"requests_per_s": 2}}',
 }  # fmt: skip
 NEEDED = {
     "batch_size": {"scheduling_strategy": "static"},
@@ -75,7 +76,7 @@ NEEDED = {
 
 def test_every_live_setting_reaches_the_running_engine(load: Load) -> None:
     assert OTHERS.keys() == LIVE
-    started = change(pressure_quantization="int8")
+    started = change(pressure_quantization="int8", enable_lora=True)
     first = load(started)
     for name, value in OTHERS.items():
         changed = change(started, **{name: value, **NEEDED.get(name, {})})

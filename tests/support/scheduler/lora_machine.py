@@ -125,6 +125,6 @@ class LoraMachine(SchedulerMachine):
     def teardown(self) -> None:
         if hasattr(self, "device"):
             self.driver.scheduler.loras.load = lambda lora: setattr(lora, "weights", lora.name)
-            for lora in self.loading:
-                lora.weights = lora.name
+            for lora in (*self.loras, *self.driver.scheduler.loras.waiting):
+                lora.weights = lora.name  # from now on each step has something to do
         super().teardown()

@@ -30,9 +30,9 @@ class Harness:
         self.answers: list[str | TidewheelError] = []
         for name in names:
             write_lora(folder / name)
-        modules = {name: str(folder / name) for name in names}
+        modules = json.dumps({name: str(folder / name) for name in names}) if names else ""
         self.settings: dict[str, Any] = {
-            "model": "m", "enable_lora": True, "lora_dir": str(folder), "lora_modules": json.dumps(modules) if modules else "",
+            "model": "m", "enable_lora": True, "lora_dir": str(folder), "lora_modules": modules,
             "max_loras": 1, "max_cpu_loras": 2, **settings,
         }  # fmt: skip
         self.registry = self.start()

@@ -194,6 +194,7 @@ class LLM(AbstractContextManager["LLM"]):
     def close(self) -> None:
         self._end_other_ranks()
         self._core = None
+        self._loras.close()
         gc.collect()
         if not self.info.device.startswith("cpu"):
             import torch

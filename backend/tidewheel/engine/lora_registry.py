@@ -71,6 +71,11 @@ class LoraRegistry:
                 if folder is not None:
                     self._add(name, folder)
 
+    def close(self) -> None:
+        """End the reads, and let go of the runner and its memory."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._runner = None
+
     def find(self, name: str) -> Lora | None:
         """Return the newest version of an adapter; None without a name. Raise `Unsupported` or `NotFound`."""
         if not name:

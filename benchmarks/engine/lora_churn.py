@@ -77,7 +77,6 @@ class Sent(NamedTuple):
     prompt: int
     versions: set[Version]  # that may answer
     count: int  # of tokens
-    is_cancelled: bool
 
 
 class Order(NamedTuple):
@@ -186,12 +185,14 @@ class Churn:
         pending = {order.version for order in self._orders.values() if order.name == name and not order.is_bad}
         sent = Sent(
             name, draw.randrange(len(PROMPTS)), (self._known[name] | pending) if name else {None},
-            draw.randint(1, MAX_TOKENS), draw.random() < CANCELLED,
+            draw.randint(1, MAX_TOKENS),
         )  # fmt: skip
-        self._sent[key] = sent
         self._add(key, PROMPTS[sent.prompt].tolist(), sent.count, **({"lora_name": name} if name else {}))
-        if sent.is_cancelled:
-            self.client.cancel(key)
+        if draw.random() < CANCELLED:
+            self.client.cancel(key)  # of which no end is told
+            self.counts["cancelled"] += 1
+        else:
+            self._sent[key] = sent
 
     def _random_order(self) -> None:
         busy = {order.name for order in self._orders.values()}
@@ -234,7 +235,7 @@ class Churn:
                 self._note(self._orders.pop(key), ending, message)
 
     def _judge(self, sent: Sent, ending: str, message: str, tokens: list[int]) -> None:
-        if ending in (DEAD, "cancelled") or (ending == UNKNOWN and None in sent.versions and sent.name):
+        if ending == DEAD or (ending == UNKNOWN and None in sent.versions and sent.name):
             if tokens and not self._is_right(sent, tokens):
                 self.wrong.append(f"{sent}: {tokens} before {ending}")
             self.counts[ending] += 1

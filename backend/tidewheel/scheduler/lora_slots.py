@@ -24,7 +24,7 @@ from itertools import islice
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, RowArray, ScheduledBatch, no_ids
+from tidewheel.batch import Int32Array, RowArray, ScheduledBatch
 from tidewheel.errors import InternalError, require
 from tidewheel.lora import NO_SLOT, Lora, LoraLoad
 from tidewheel.request import Priority, Request
@@ -267,8 +267,10 @@ class LoraSlots:
 
     def with_slots(self, batch: ScheduledBatch, rows: RowArray) -> ScheduledBatch:
         """Return the batch with its rows' slots and the loads before it."""
-        slots = self._slots_of_rows.take(rows) if self._slot_of else no_ids()
-        if slots.max(initial=NO_SLOT) == NO_SLOT:
+        if not self._slot_of:
+            return batch
+        slots = self._slots_of_rows.take(rows)
+        if slots.max() == NO_SLOT:
             return batch
         loads, self._loads = tuple(self._loads), []
         return replace(batch, lora_slots=slots, lora_loads=loads)

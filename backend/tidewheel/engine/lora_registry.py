@@ -125,11 +125,6 @@ class LoraRegistry:
         lora = Lora(name, next(self._versions), folder)
         self.reads[lora] = self._executor.submit(self._read, lora, below), answer
 
-    def close(self) -> None:
-        """Let go of the runner, whose memory it may be the last to hold."""
-        self._executor.shutdown(wait=False)
-        self._runner = None
-
     def poll(self) -> None:
         """Take weights that were read since the last call. Call it between two steps."""
         for lora in self._slots.running if self._resident else ():

@@ -173,7 +173,7 @@ class LLM(AbstractContextManager["LLM"]):
         """Read an adapter for requests of its name. Raise `InvalidRequest`, `NotFound` or `Unsupported`."""
         self._open_core()
         outcomes: list[FinishReason | TidewheelError] = []
-        self._loras.read_new(name, Path(path).absolute(), outcomes.append)
+        self._loras.read_version(name, Path(path).absolute(), outcomes.append)
         self._loras.wait()
         if isinstance(outcomes[0], TidewheelError):
             raise outcomes[0]

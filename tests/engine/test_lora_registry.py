@@ -53,7 +53,7 @@ class Harness:
 
     def take_names(self, modules: dict[str, str]) -> None:
         self.settings["lora_modules"] = json.dumps(modules)
-        self.registry.take_settings(EngineConfig.from_settings(self.settings))
+        self.registry.reconfigure(EngineConfig.from_settings(self.settings))
 
     def finish(self) -> None:
         self.executor.run()
@@ -267,7 +267,7 @@ def test_a_changed_file_of_names(tmp_path: Path) -> None:
     harness.order("unload", "c")
     write_lora(tmp_path / "d")
     named = {"a": str(tmp_path / "a"), "b": str(tmp_path / "d"), "c": str(tmp_path / "c"), "d": str(tmp_path / "d")}
-    harness.registry.take_settings(
+    harness.registry.reconfigure(
         EngineConfig.from_settings({**harness.settings, "lora_modules": json.dumps(named)})
     )
     assert harness.find("a") is kept and harness.find("b") is not moved

@@ -23,7 +23,7 @@ from tidewheel.settings import shown_bytes
 
 log = logging.getLogger(__name__)
 
-MAX_READS = 64  # that wait for the thread
+MAX_READS = 64  # queued for the reading thread
 _SHOWN_NAMES = 8
 
 Answer = Callable[..., None]  # gets `FinishReason.STOP` and a text, or the error of a failed order
@@ -47,12 +47,12 @@ class LoraRegistry:
         self._loras: dict[str, Lora] = {}  # newest versions, by name
         self._resident: OrderedDict[Lora, bool] = OrderedDict()  # least recently used first; whether it has run
         self.reads: dict[Lora, tuple[Future[Any], Answer | None]] = {}  # with the answer to an order
-        # `lora_modules` and the folders of all names, when the last order was carried out.
-        kept = self._file and read_value(self._file, tuple[dict[str, str], dict[str, str]])
-        self._named, folders = kept or ({}, {})
+        # The file has `lora_modules` as it was at the last order, and the folders of all adapters after that order.
+        saved = self._file and read_value(self._file, tuple[dict[str, str], dict[str, str]])
+        self._configured, folders = saved or ({}, {})
         for name, folder in folders.items():
             self._add(name, folder)
-        self.take_settings(config)
+        self.reconfigure(config)
         slots.load = self.load
         for lora in self._loras.values():
             try:
@@ -60,19 +60,19 @@ class LoraRegistry:
             except ConfigError as error:  # of requests for it
                 log.warning("LoRA %s: %s", lora.name, error)
 
-    def take_settings(self, config: EngineConfig) -> None:
-        """Take the adapters of `lora_modules`. Names whose folder there is as before keep that of later orders."""
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Apply a changed `lora_modules`. Adapters whose folder did not change there stay as orders have set them."""
         self._lora_dir = Path(config.lora_dir)
-        before, self._named = self._named, parse_loras(config.lora_modules)
-        for name in {**before, **self._named}:
-            folder = self._named.get(name)
+        before, self._configured = self._configured, parse_loras(config.lora_modules)
+        for name in {**before, **self._configured}:
+            folder = self._configured.get(name)
             if folder != before.get(name):
                 self._retire(name)
                 if folder is not None:
                     self._add(name, folder)
 
     def close(self) -> None:
-        """End the reads, and let go of the runner and its memory."""
+        """Cancel queued reads, and drop the runner: this may be the last reference to its memory."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._runner = None
 
@@ -89,7 +89,7 @@ class LoraRegistry:
         return self._loras[name]
 
     def load(self, lora: Lora) -> None:
-        """Have an adapter's weights read, unless host memory is full. Repeatable."""
+        """Queue an adapter's weights to be read, unless host memory is full. Idempotent."""
         is_done = lora.weights is not None or lora.error is not None or lora in self.reads
         if not is_done and len(self.reads) < MAX_READS and self._make_room():
             self.reads[lora] = self._executor.submit(self._read, lora), None
@@ -98,7 +98,7 @@ class LoraRegistry:
         """Carry out `lora_order`. Call `answer` once, here or in `poll`, or raise the order's error."""
         name = options.lora_name
         if options.lora_order == "load":
-            self.read_new(name, self._lora_dir / options.lora_path, answer, below=self._lora_dir)
+            self.read_version(name, self._lora_dir / options.lora_path, answer, below=self._lora_dir)
         elif options.lora_order == "unload":
             self.find(name)
             self._retire(name)
@@ -112,16 +112,16 @@ class LoraRegistry:
             ]
             answer(FinishReason.STOP, msgspec.json.encode(rows).decode())
 
-    def read_new(self, name: str, folder: Path, answer: Answer, *, below: Path | None = None) -> None:
-        """Have another version of an adapter read. Its folder must lie below `below`, if that is given.
+    def read_version(self, name: str, folder: Path, answer: Answer, *, below: Path | None = None) -> None:
+        """Queue a new version of an adapter to be read. Its folder must lie below `below`, if that is given.
 
-        Raise `Unsupported`, `InvalidRequest` or `Busy`.
+        `answer`: as of `take_order`. Raise `Unsupported`, `InvalidRequest` or `Busy`.
         """
         self._check_enabled()
         if name not in self._loras and len(self._loras) >= MAX_LORA_NAMES:
             raise InvalidRequest(f"{len(self._loras)} adapters are loaded: at most {MAX_LORA_NAMES} may; unload one")
         if len(self.reads) >= MAX_READS:
-            raise Busy(f"{MAX_READS} adapters wait to be read: send it later", retry_after_ms=RETRY_AFTER_MS)
+            raise Busy(f"{MAX_READS} adapters wait to be read: send the order later", retry_after_ms=RETRY_AFTER_MS)
         lora = Lora(name, next(self._versions), folder)
         self.reads[lora] = self._executor.submit(self._read, lora, below), answer
 
@@ -137,7 +137,7 @@ class LoraRegistry:
                 self._take(lora, result_of(read, f"LoRA {lora.name} cannot be read"), answer)
 
     def wait(self) -> None:
-        """Take what is being read, once it was."""
+        """Wait for all queued reads, and take their weights."""
         wait([read for read, _ in self.reads.values()])
         self.poll()
 
@@ -176,7 +176,7 @@ class LoraRegistry:
         self._loras[name] = Lora(name, next(self._versions), Path(folder))
 
     def _retire(self, name: str) -> None:
-        """Forget a name, if it is known. Accepted requests keep their version, the first to be dropped after them."""
+        """Forget a name, if known. Accepted requests keep their version, whose weights are the first to be dropped."""
         old = self._loras.pop(name, None)
         if old is not None and old in self._resident:
             self._resident.move_to_end(old, last=False)
@@ -185,9 +185,9 @@ class LoraRegistry:
         folders = {name: str(lora.folder) for name, lora in self._loras.items()}
         try:
             if self._file is not None:
-                write_value(self._file, (self._named, folders))
+                write_value(self._file, (self._configured, folders))
         except OSError as error:
-            log.warning("the next engine will not know them: %s cannot be written (%s)", self._file, error)
+            log.warning("orders about adapters end with this engine: %s cannot be written (%s)", self._file, error)
 
     def _read(self, lora: Lora, below: Path | None = None) -> Any:
         """Return an adapter's weights. Runs on the reading thread."""

@@ -230,7 +230,7 @@ class EngineServer:
                 raise ConfigError(f"the engine cannot take {describe_changes(self.config, config)} while it runs")
             if config != self.config:
                 self.scheduler.reconfigure(scheduler_config(config, self.info), session_limits(config))
-                self._loras.take_settings(config)
+                self._loras.reconfigure(config)
                 log.info("takes other settings: %s", describe_changes(self.config, config))
         except ConfigError as error:
             return str(error)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tidewheel.errors import ConfigError, TidewheelError
+from tidewheel.errors import ConfigError
 from tidewheel.models.lora_folder import CONFIG_NAME, WEIGHTS_NAME, LoraWeights
 from tidewheel.models.model_folder import one_line
 
@@ -75,8 +75,7 @@ def _read(order: ReadOrder, read: Read) -> tuple[LoraWeights | None, str]:
     try:
         weights = read(folder := Path(name))
     except Exception as error:  # it must be answered
-        is_refusal = isinstance(error, TidewheelError)
-        return None, str(error) if is_refusal else f"{name} cannot be read: {one_line(error)}"
+        return None, str(error) if isinstance(error, ConfigError) else f"{name} cannot be read: {one_line(error)}"
     if _files(folder) != files:
         return None, f"{name} changed while it was read: load it again"
     return weights, ""

@@ -131,8 +131,8 @@ class EngineConfig(SchedulingSettings):
     max_lora_rank: int = 16  # largest rank of an adapter; on a GPU each slot takes memory for it
     max_cpu_loras: int | None = None  # adapters kept in host memory; none: four times max_loras
     lora_modules: str = ""  # folders of adapters by name; empty: those of multi_lora.json in the version folder
-    lora_dir: str = "loras"  # folder, relative to the version folder, below which adapters may be loaded by clients
-    lora_limits: str = ""  # rates by adapter
+    lora_dir: str = "loras"  # clients load adapters from folders below it; relative to the version folder
+    lora_limits: str = ""  # requests and tokens per second, by adapter
 
     # KV cache
     kv_cache_dtype: CacheDType = "auto"  # auto: the model's; fp8_e4m3, fp8: 8-bit floats; int8: integers, on a CPU

@@ -117,7 +117,7 @@ HIT_TOKENS = _counter(
 )
 SESSION_HITS = _counter("tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits")
 LORA_LOADS = _counter("tidewheel_lora_loads_total", "Copies of adapters into slots", "num_lora_loads")
-LORA_EVICTIONS = _counter("tidewheel_lora_evictions_total", "Of these, in place of another", "num_lora_evictions")
+LORA_EVICTIONS = _counter("tidewheel_lora_evictions_total", "Loads that evicted an adapter", "num_lora_evictions")
 ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
 STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step", "step_tokens")
 
@@ -145,8 +145,12 @@ TENANT_OBJECTIVES_MET = _tenant(
 LORA_RUNNING = _lora_gauge("tidewheel_lora_requests_running", "Running requests of an adapter", "num_running")
 LORA_WAITING = _lora_gauge("tidewheel_lora_requests_waiting", "Waiting requests of an adapter", "num_waiting")
 LORA_REQUESTS = _lora("tidewheel_lora_requests_total", "Requests of an adapter", "num_requests")
-LORA_PROMPT_TOKENS = _lora("tidewheel_lora_prompt_tokens_total", "Prompt tokens of requests", "num_prompt_tokens")
-LORA_GENERATION_TOKENS = _lora("tidewheel_lora_generation_tokens_total", "Generated tokens", "num_output_tokens")
+LORA_PROMPT_TOKENS = _lora(
+    "tidewheel_lora_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens"
+)
+LORA_GENERATION_TOKENS = _lora(
+    "tidewheel_lora_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
+)
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
 RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")

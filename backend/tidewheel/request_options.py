@@ -76,7 +76,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lora_name: Annotated[
         str, _option("LoRA adapter; not given: the base model", max_chars=MAX_LORA_NAME_CHARS, is_printable=True)
     ] = ""
-    lora_order: Annotated[str, _option("order about adapters, without a prompt", choices=tuple(_LORA_ORDERS))] = ""
+    lora_order: Annotated[str, _option("`load`, `unload` or `list`; no prompt", choices=tuple(_LORA_ORDERS))] = ""
     lora_path: Annotated[str, _option("folder of the adapter to load", max_bytes=4096, is_printable=True)] = ""
 
     def __post_init__(self) -> None:

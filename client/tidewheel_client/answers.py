@@ -126,6 +126,5 @@ class Health(msgspec.Struct, frozen=True):
 class LoraState(msgspec.Struct, frozen=True):
     name: str
     path: str  # folder on the server
-    rank: int | None = None  # None: it was not read yet
-    is_loaded: bool = False  # in the server's memory; others are read when they are asked for
-    error: str = ""  # why it cannot be read
+    rank: int | None = None  # largest; None: not read yet
+    is_loaded: bool = False  # in host memory; others are read for their next request

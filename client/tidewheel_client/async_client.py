@@ -159,7 +159,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         await self._order({"pause_session": list(tools), "session_id": session_id, "tenant": tenant}, timeout_s)
 
     async def load_lora(self, /, name: str, path: str, *, timeout_s: float | None = None) -> None:
-        """Load a LoRA adapter from a folder below the entry's `lora_dir`, in place of an older one of its name."""
+        """Load a LoRA adapter, or a new version of it, from a folder below the entry's `lora_dir`."""
         await self._order({"lora_order": "load", "lora_name": name, "lora_path": path}, timeout_s)
 
     async def unload_lora(self, /, name: str, *, timeout_s: float | None = None) -> None:

@@ -67,8 +67,8 @@ class Unsupported(RequestError):
 
 
 class NotFound(RequestError):
-    """`close_session` names a session that was never kept, has expired, was closed or was evicted, or an order names
-    an adapter, or the folder of one, that is not there.
+    """`close_session` names a session that was never kept, has expired, was closed or was evicted, or a request names
+    an unknown adapter, or the missing folder of one.
 
     Nothing has to be done for the session, which keeps no memory. Correct the name or the folder of the adapter.
     """

@@ -267,9 +267,7 @@ def test_a_changed_file_of_names(tmp_path: Path) -> None:
     harness.order("unload", "c")
     write_lora(tmp_path / "d")
     named = {"a": str(tmp_path / "a"), "b": str(tmp_path / "d"), "c": str(tmp_path / "c"), "d": str(tmp_path / "d")}
-    harness.registry.reconfigure(
-        EngineConfig.from_settings({**harness.settings, "lora_modules": json.dumps(named)})
-    )
+    harness.registry.reconfigure(EngineConfig.from_settings({**harness.settings, "lora_modules": json.dumps(named)}))
     assert harness.find("a") is kept and harness.find("b") is not moved
     assert [row["name"] for row in harness.list()] == ["a", "b", "d"]
 

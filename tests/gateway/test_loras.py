@@ -50,7 +50,7 @@ def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
 
 @pytest.fixture
 def both(tritons: tuple[FakeTriton, FakeTriton], monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
-    monkeypatch.setattr(loras, "LIST_S", 0.0)
+    monkeypatch.setattr(loras, "LIST_INTERVAL_S", 0.0)
     with gateway_to(*(one.port for one in tritons)) as gateway:
         yield gateway
 
@@ -157,7 +157,7 @@ def test_unknown_names_are_not_found_in_each_api_s_shape(
 def test_unknown_names_ask_the_servers_at_a_bounded_rate(
     gateway: RunningGateway, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loras, "LIST_S", 0.3)
+    monkeypatch.setattr(loras, "LIST_INTERVAL_S", 0.3)
     begun = time.monotonic()
     with ThreadPoolExecutor(10) as pool:
         answers = pool.map(lambda number: gateway.complete(model=f"typo{number}").status_code, range(30))
@@ -178,8 +178,8 @@ def test_lists_in_use_are_asked_for_again_in_the_background(
     gateway: RunningGateway, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert gateway.complete(model="sql").ok
-    monkeypatch.setattr(loras, "LIST_S", 0.0)
-    monkeypatch.setattr(loras, "OLD_S", 0.0)
+    monkeypatch.setattr(loras, "LIST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(loras, "MAX_LIST_AGE_S", 0.0)
     triton.loras["demo"].pop("sql")
     assert gateway.complete(model="sql").ok, "the server has the last word"
     wait_for(lambda: gateway.complete(model="sql").status_code == 404, 60, "the new list")

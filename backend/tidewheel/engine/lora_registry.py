@@ -176,7 +176,7 @@ class LoraRegistry:
         self._loras[name] = Lora(name, next(self._versions), Path(folder))
 
     def _retire(self, name: str) -> None:
-        """Forget a name, if known. Accepted requests keep their version, whose weights are the first to be dropped."""
+        """Forget a name, if known. Accepted requests keep their version, whose weights are dropped first."""
         old = self._loras.pop(name, None)
         if old is not None and old in self._resident:
             self._resident.move_to_end(old, last=False)

@@ -33,7 +33,7 @@ from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, Gateway
 from tidewheel.gateway.cross_origin import AllowedOrigins, Handler
 from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
-from tidewheel.gateway.loras import LIST_S, LoraDirectory, ServedLora
+from tidewheel.gateway.loras import LIST_INTERVAL_S, LoraDirectory, ServedLora
 from tidewheel.gateway.triton_proxy import ProxyAttempt
 from tidewheel.gateway.upstream import Task
 from tidewheel.gateway.upstreams import Attempt, Upstreams
@@ -302,7 +302,7 @@ class Gateway:
         return _json_response(body, status=503 if reason else 200)
 
     async def _list_models(self, _: web.Request) -> web.Response:
-        await self._loras.read(LIST_S)
+        await self._loras.read(LIST_INTERVAL_S)
         data = [self._card(*model) for model in self._upstreams.models.items()]
         data += [self._lora_card(*lora) for lora in sorted(self._loras)]
         return _json_response(msgspec.json.encode({"object": "list", "data": data}))

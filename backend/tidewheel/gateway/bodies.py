@@ -35,7 +35,7 @@ _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _THINKING = ("enable_thinking", "thinking")  # switches of chat templates: Qwen 3 and GLM; DeepSeek 3.1 and Granite
 _CONTAINERS = (dict, list)
-_ORDER = "lora_order"  # parameter that a client without the right may not send
+_ORDER = "lora_order"  # parameter of Triton's ports; here it has paths of its own, which ask for the right
 _UNICODE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _OBJECTIVES = ("ttft_ms", "tpot_ms", "objective_action")
 # Of llm-d and of the Gateway API's inference extension: newer name, older name.
@@ -160,7 +160,7 @@ class UpstreamRequest:
     params: Fields
     body: Body = field(default_factory=Body)
     model: str = ""
-    model_id: str = ""  # its name, or its adapter's, as answers repeat it
+    model_id: str = ""  # model or adapter as the client named it; answers repeat it
     request_id: str = ""
     traceparent: str = ""
     stream: bool = False

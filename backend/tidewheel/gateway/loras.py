@@ -16,10 +16,10 @@ from tidewheel.gateway.upstreams import Upstreams
 from tidewheel_client import AsyncClient
 from tidewheel_client.errors import InvalidRequest, NotFound, ServerUnavailable
 
-LIST_S = 0.2  # between two questions which adapters there are
-OLD_S = 10.0  # age at which the answers are asked for again while adapters are in use
-ORDER_S = 600.0
-_UNTUNED = ("tokenize", "detokenize")  # tasks that an adapter does not change
+LIST_INTERVAL_S = 0.2  # at least, between two lists of all servers
+MAX_LIST_AGE_S = 10.0  # a request for an adapter renews older lists in the background
+ORDER_LIMIT_S = 600.0
+_TOKENIZER_TASKS = ("tokenize", "detokenize")  # an adapter changes nothing in them
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -35,20 +35,20 @@ class LoadLoraBody(UnloadLoraBody, frozen=True, kw_only=True):
 class ServedLora(NamedTuple):
     model: str
     name: str
-    path: str  # at its servers
+    path: str  # folder on its servers
 
 
 class LoraDirectory:
-    """LoRA adapters as their servers last listed them. A client names one by its own name or by MODEL/NAME."""
+    """LoRA adapters as their servers last listed them. Clients send NAME or MODEL/NAME as the model."""
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
-        self._loras: dict[str, dict[str, ServedLora]] = {}  # by name, own or full, and by model
+        self._loras: dict[str, dict[str, ServedLora]] = {}  # by NAME and by MODEL/NAME, then by model
         self._reading = asyncio.Lock()
         self._read_at = -math.inf
 
     def __iter__(self) -> Iterator[tuple[str, ServedLora]]:
-        """Yield each adapter with a name that is its alone."""
+        """Yield (name, adapter) once for each: NAME, or MODEL/NAME if another model or adapter has that name."""
         models = self._upstreams.models
         for name, found in self._loras.items():
             for lora in found.values():
@@ -57,12 +57,12 @@ class LoraDirectory:
                     yield name, lora
 
     async def read(self, max_age_s: float = 0.0) -> None:
-        """Ask all servers for their adapters, once in `LIST_S`, unless they were asked since `max_age_s` ago."""
+        """List the adapters of all servers, unless the last list began less than `max_age_s` before this call."""
         called_at = time.monotonic()
         async with self._reading:
             if self._read_at > called_at - max_age_s:
                 return
-            await asyncio.sleep(self._read_at + LIST_S - time.monotonic())
+            await asyncio.sleep(self._read_at + LIST_INTERVAL_S - time.monotonic())
             self._read_at, each = time.monotonic(), self._upstreams.each
             await asyncio.gather(*(one.list_loras() for one in each))
             if each:  # else the last known ones stay, as models do
@@ -78,12 +78,12 @@ class LoraDirectory:
         await self.read()
 
     async def find(self, name: str) -> ServedLora | None:
-        """Return the adapter of a name; None for a model's or an unknown name. Raise `InvalidRequest` for several."""
+        """Return the adapter of a name, None if it has none. Raise `InvalidRequest` if several models have one."""
         if not name or name in self._upstreams.models:
             return None
         if name not in self._loras:
             await self.read()
-        elif time.monotonic() - self._read_at > OLD_S:
+        elif time.monotonic() - self._read_at > MAX_LIST_AGE_S:
             self._upstreams.run(self.read())
         found = self._loras.get(name, {})
         if len(found) > 1:
@@ -92,7 +92,7 @@ class LoraDirectory:
         return next(iter(found.values()), None)
 
     async def resolve(self, request: UpstreamRequest, name: str, tasks: Sequence[Task]) -> Task:
-        """Set the request's model, and its adapter if `name` is one. Return the task. Raise `RequestError`."""
+        """Set a request's model, and its adapter if `name` is one. Return the task. Raise `RequestError`."""
         lora = None
         try:
             request.model, task = self._upstreams.model(name, tasks)
@@ -102,15 +102,15 @@ class LoraDirectory:
             request.model, task = self._upstreams.model(lora.model, tasks)
         request.model_id = name or request.model
         if request.lora and f"{request.model}/{request.lora}" not in self._loras:
-            await self.read(LIST_S)  # which servers have it
-        if lora is not None and all(prompt.get("task") not in _UNTUNED for prompt in request.prompts):
+            await self.read(LIST_INTERVAL_S)  # which servers have it
+        if lora is not None and all(prompt.get("task") not in _TOKENIZER_TASKS for prompt in request.prompts):
             given = request.params.setdefault("lora_name", lora.name)
             if given != lora.name:
                 raise InvalidRequest(f"lora_name is {str(given)[:80]!r}, and model names the adapter {lora.name!r}")
         return task
 
     async def load(self, fields: Fields) -> str:
-        """Load an adapter at all servers of a model. Return vLLM's answer. Raise `RequestError`."""
+        """Load an adapter on all ready servers of a model. Return vLLM's answer. Raise `RequestError`."""
         body, _ = read_fields(fields, LoadLoraBody)
         name, path = body.lora_name, body.lora_path
         model, _ = self._upstreams.model(body.model, ("generate",))
@@ -118,18 +118,18 @@ class LoraDirectory:
         servers = self._servers(model)
         if not body.load_inplace and all(name in one.loras.get(model, ()) for one in servers):
             raise InvalidRequest(f"lora_name is {name!r}, which is loaded: send load_inplace true to replace it")
-        await self._order(servers, model, lambda client: client.load_lora(name, path, timeout_s=ORDER_S))
+        await self._order(servers, model, lambda client: client.load_lora(name, path, timeout_s=ORDER_LIMIT_S))
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, fields: Fields) -> str:
-        """Unload an adapter at all servers of its model. Return vLLM's answer. Raise `RequestError`."""
+        """Unload an adapter on all ready servers that have it. Return vLLM's answer. Raise `RequestError`."""
         body, _ = read_fields(fields, UnloadLoraBody)
         await self._read_now()
         lora = await self.find(f"{body.model}/{body.lora_name}" if body.model else body.lora_name)
         if lora is None:
             raise NotFound(f"lora_name is {body.lora_name!r}: no served model has this adapter")
         servers = self._servers(lora.model, lora.name)
-        await self._order(servers, lora.model, lambda client: client.unload_lora(lora.name, timeout_s=ORDER_S))
+        await self._order(servers, lora.model, lambda client: client.unload_lora(lora.name, timeout_s=ORDER_LIMIT_S))
         return f"Success: LoRA adapter '{lora.name}' removed successfully."
 
     async def _order(
@@ -142,7 +142,7 @@ class LoraDirectory:
             raise error
 
     def _servers(self, model: str, lora: str = "") -> list[Upstream]:
-        """Return the ready servers of a model, or of an adapter. Raise `ServerUnavailable`."""
+        """Return the ready servers of a model, or those that have an adapter of it. Raise `ServerUnavailable`."""
         ready = [one for one in self._upstreams.each if model in one.models and not one.not_ready]
         if found := [one for one in ready if not lora or lora in one.loras.get(model, ())]:
             return found

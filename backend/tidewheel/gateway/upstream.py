@@ -162,7 +162,7 @@ class Upstream:
         return AsyncClient(self.address.grpc, model, transport=self.triton)
 
     async def list_loras(self) -> None:
-        """Ask each model for its adapters; without an answer, the last one stays."""
+        """List each model's adapters; a model that does not answer keeps its last list."""
         for model, task in self.models.items():
             if task == "generate" and not self.not_ready:
                 with contextlib.suppress(RequestError):  # perhaps of an older server

@@ -322,7 +322,7 @@ class Upstreams:
                 self.run(self._members.pop(authority).close_when_idle())
 
     def run(self, coroutine: Coroutine[None, None, None]) -> None:
-        """Run a coroutine in the background, at most until the servers' block ends; ignore its `RequestError`."""
+        """Run a coroutine in the background until this context ends, and ignore its `RequestError`."""
 
         async def run() -> None:
             with contextlib.suppress(RequestError):

@@ -181,7 +181,7 @@ class EngineCore:
             keep[culprit] = False
             self._give_up(int(batch.rows[culprit]), error)
             if not keep.any():
-                self.scheduler.loras.lose(batch.lora_loads)
+                self.scheduler.loras.discard_loads(batch.lora_loads)
                 return _no_tokens(batch)
             result = _attempt(lambda: self.runner.launch(_only(batch, keep)).wait())
             if not isinstance(result, _Failure):

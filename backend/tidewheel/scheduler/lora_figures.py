@@ -23,8 +23,8 @@ def label_of(name: str) -> str:
 class LoraFigureTable:
     """Figures of the most used adapters by label, and of the others together.
 
-    A request of another adapter takes the label with the fewest requests, n, with probability 1/2n, and its sums
-    begin at 0 (randomized admission policy: Ben Basat et al., INFOCOM 2017). So labels are few over time, too.
+    A request of an unlabelled adapter replaces the label with the fewest requests, n, with probability 1/2n, and its
+    sums begin at 0 (randomized admission policy: Ben Basat et al., INFOCOM 2017). So few labels appear over time.
     """
 
     def __init__(self, figures: dict[str, LoraFigures]) -> None:
@@ -35,10 +35,10 @@ class LoraFigureTable:
         label = label_of(name)
         if label not in self._figures:
             self._add_label(label)
-        self._of(name).num_requests += count
+        self._figures_of(name).num_requests += count
 
     def add_ended(self, request: Request, name: str) -> None:
-        figures = self._of(name)
+        figures = self._figures_of(name)
         figures.num_prompt_tokens += request.num_prompt_tokens
         figures.num_output_tokens += request.num_output_tokens
 
@@ -50,11 +50,11 @@ class LoraFigureTable:
             figures.num_running = figures.num_waiting = 0
         for request in unfinished:
             if request.lora is not None:
-                figures = self._of(request.lora.name)
+                figures = self._figures_of(request.lora.name)
                 figures.num_running += request.row >= 0
                 figures.num_waiting += request.row < 0
 
-    def _of(self, name: str) -> LoraFigures:
+    def _figures_of(self, name: str) -> LoraFigures:
         return self._figures.get(label_of(name)) or self._figures[OTHERS]
 
     def _add_label(self, label: str) -> None:

@@ -7,7 +7,7 @@ pass: steps in flight, which may use the slot's last adapter, were launched earl
 Requests that wait for weights or for a slot hold up only others of their adapter. An adapter without a slot, whose
 weights are loaded and whose oldest request has waited for
 
-        ageing_s        reserves a slot: once the adapter there has had it for ageing_s, its requests enter no more
+        ageing_s        reserves a slot: once its adapter has had it for ageing_s (a quantum), no more requests enter
     2 · ageing_s        gets that slot: rows that have a new token are preempted
 
 Requests of better classes still enter, and their rows keep their slot. A request of a better class than all rows of a
@@ -40,13 +40,13 @@ class _Slot:
     number: int
     lora: Lora | None = None
     num_rows: int = 0
-    since: float = -math.inf  # its adapter has the slot
-    last_use: float = -math.inf
+    assigned_at: float = -math.inf  # when its adapter got it
+    last_use: float = -math.inf  # when a row last entered or left
     reserved_for: Request | None = None
 
 
 class LoraSlots:
-    """Owner of the slots: which adapter each has, which rows hold it, and which requests wait for theirs."""
+    """Slots with their adapters, the rows that hold them, and the requests that wait for one."""
 
     def __init__(self, num_slots: int, columns: RowColumns, stats: EngineStats) -> None:
         self.load: Callable[[Lora], None] = lambda _: None  # asks for weights, or does nothing
@@ -59,8 +59,8 @@ class LoraSlots:
         self._slot_of: dict[Lora, _Slot] = {}
         self._slots_of_rows: Int32Array = np.full(columns.num_rows, NO_SLOT, dtype=np.int32)
         self._waiting: dict[Lora, dict[Request, float]] = {}  # since when, oldest first
-        self._asked: dict[Lora, None] = {}  # whose weights are missing, in order
-        self._closed: dict[Lora, int] = {}  # adapters without a slot: class from which none enters in this step
+        self._missing: dict[Lora, None] = {}  # that lack weights, in the order of service
+        self._refused: dict[Lora, int] = {}  # best class refused in this step, by adapter without a slot
         self._best_classes: list[int] | None = None  # of the slots' rows, in this step
         self._loads: list[LoraLoad] = []
 
@@ -89,37 +89,37 @@ class LoraSlots:
         return [member for leader in leaders for member in (*leader.followers, leader)]
 
     def begin_step(self, candidates: Iterator[Request]) -> list[int]:
-        """Ask for the weights of the first in line. Return rows to preempt for adapters that have waited too long.
+        """Ask for the weights of the next adapters. Return rows to preempt for adapters that have waited too long.
 
         Weights are asked for here alone, since the loader may drop others for them.
         """
-        before, self._asked = self._asked, {}
-        self._closed.clear()
+        before, self._missing = self._missing, {}
+        self._refused.clear()
         self._best_classes = None
         first = (request.lora for request in islice(candidates, LOOK_AHEAD) if request.lora is not None)
         for lora in (*first, *before):
             if lora not in self._slot_of and lora in self._waiting:
-                self._is_loaded(lora)
-        for lora in self._asked:
+                self._note_missing(lora)
+        for lora in self._missing:
             self.load(lora)
         rows: list[int] = []
         for slot in self._slots:
-            if (taker := slot.reserved_for) is not None:
+            if (claimant := slot.reserved_for) is not None:
                 is_unused = not slot.num_rows and self.now - slot.last_use >= self._ageing_s
-                if taker.row >= 0 or taker.is_finished or taker.lora in self._slot_of or is_unused:
+                if claimant.row >= 0 or claimant.is_finished or claimant.lora in self._slot_of or is_unused:
                     slot.reserved_for = None
                 else:
-                    rows += self._rows_to_preempt(slot, taker)
+                    rows += self._rows_to_preempt(slot, claimant)
         return rows
 
-    def _rows_to_preempt(self, slot: _Slot, taker: Request) -> list[int]:
+    def _rows_to_preempt(self, slot: _Slot, claimant: Request) -> list[int]:
         columns = self._columns
         rows = (self._slots_of_rows == slot.number) & ~columns.are_ending()
-        if self._seconds_waited(taker) >= 2.0 * self._ageing_s and self._had_its_time(slot):
+        if self._seconds_waited(claimant) >= 2.0 * self._ageing_s and self._is_quantum_over(slot):
             rows &= columns.num_tokens > columns.num_entered_tokens  # else short turns would never finish a prompt
-            least = self._class_of(taker)
-        elif taker.service_class is Priority.CRITICAL:
-            least = self._class_to_outrank(taker)
+            least = self._class_of(claimant)
+        elif claimant.service_class is Priority.CRITICAL:
+            least = self._best_outranked_class(claimant)
         else:
             return []
         return [int(row) for row in rows.nonzero()[0]] if self._best_class_in(slot) >= least else []
@@ -135,19 +135,20 @@ class LoraSlots:
         if slot is not None:
             return self._is_open(slot, request)
         service_class = self._class_of(request)
-        if service_class >= self._closed.get(lora, _NO_CLASS):
+        if service_class >= self._refused.get(lora, _NO_CLASS):
             return False
-        if self._is_loaded(lora):
+        self._note_missing(lora)
+        if lora.weights is not None:
             if self._free_slot(lora) is not None:
                 return True
             self._reserve(request)
-        self._closed[lora] = service_class
+        self._refused[lora] = service_class
         return False
 
-    def _is_loaded(self, lora: Lora) -> bool:
-        if lora.weights is None and len(self._asked) < len(self._slots):
-            self._asked[lora] = None
-        return lora.weights is not None
+    def _note_missing(self, lora: Lora) -> None:
+        """Let `begin_step` ask for the adapter's weights, if they are not loaded."""
+        if lora.weights is None and len(self._missing) < len(self._slots):
+            self._missing[lora] = None
 
     def _free_slot(self, lora: Lora) -> _Slot | None:
         """Return the adapter's slot-to-be: one reserved for it, an empty one, or the least recently used."""
@@ -169,20 +170,20 @@ class LoraSlots:
 
     def _is_open(self, slot: _Slot, request: Request) -> bool:
         """Return whether a request may enter the slot that its adapter has. Followers enter with their leader."""
-        taker, leader = slot.reserved_for, request.leader
-        if taker is None or (leader is not None and leader.row >= 0 and not request.num_preemptions):
+        claimant, leader = slot.reserved_for, request.leader
+        if claimant is None or (leader is not None and leader.row >= 0 and not request.num_preemptions):
             return True
-        is_closing = self._had_its_time(slot) or self._best_class_in(slot) >= self._class_to_outrank(taker)
-        return not is_closing or self._class_of(request) < self._class_of(taker)
+        is_closing = self._is_quantum_over(slot) or self._best_class_in(slot) >= self._best_outranked_class(claimant)
+        return not is_closing or self._class_of(request) < self._class_of(claimant)
 
     def _reserve(self, request: Request) -> None:
-        """Reserve a slot that may be taken: the one that was, or the one that is expected to be free first."""
+        """Reserve a slot for the request's adapter: the one it had reserved, else the one that closes first."""
         before = next((s for s in self._slots if s.reserved_for and s.reserved_for.lora is request.lora), None)
         if before is not None:
             before.reserved_for = None
         least = self._class_of(request)
         if self._seconds_waited(request) < self._ageing_s:
-            least = self._class_to_outrank(request)
+            least = self._best_outranked_class(request)
         claim = self._claim_of(request)
         slots = [
             slot
@@ -192,20 +193,20 @@ class LoraSlots:
         ]
 
         def place(slot: _Slot) -> tuple[bool, bool, float, int]:
-            closes_at = max(slot.since + self._ageing_s, self.now)
+            closes_at = max(slot.assigned_at + self._ageing_s, self.now)
             return slot is not before, slot.reserved_for is not None, closes_at, slot.num_rows
 
         if slots:
             min(slots, key=place).reserved_for = request
 
-    def _had_its_time(self, slot: _Slot) -> bool:
-        return self.now - slot.since >= self._ageing_s
+    def _is_quantum_over(self, slot: _Slot) -> bool:
+        return self.now - slot.assigned_at >= self._ageing_s
 
     def _claim_of(self, request: Request) -> tuple[int, float]:
         return self._class_of(request), -self._seconds_waited(request)
 
-    def _class_to_outrank(self, request: Request) -> int:
-        """Return the best class that rows may have to give way to a better one; ageing does not count."""
+    def _best_outranked_class(self, request: Request) -> int:
+        """Return the best class whose rows give way to the request; ageing does not count."""
         return max(request.service_class, request.priority) + 1 if self._by_class else _NO_CLASS
 
     def _seconds_waited(self, request: Request) -> float:
@@ -245,7 +246,7 @@ class LoraSlots:
         if slot.lora is not None:
             del self._slot_of[slot.lora]
             self._stats.num_lora_evictions += 1
-        slot.lora, slot.since, slot.reserved_for = lora, self.now, None
+        slot.lora, slot.assigned_at, slot.reserved_for = lora, self.now, None
         self._slot_of[lora] = slot
         self._loads.append(LoraLoad(slot.number, lora))
         self._stats.num_lora_loads += 1
@@ -257,8 +258,8 @@ class LoraSlots:
         slot.last_use = self.now
         self._slots_of_rows[row] = NO_SLOT
 
-    def lose(self, loads: Iterable[LoraLoad]) -> None:
-        """Empty the slots of loads that the device may not have done; no row holds them."""
+    def discard_loads(self, loads: Iterable[LoraLoad]) -> None:
+        """Empty the slots whose loads may not have reached the device; no row holds them."""
         for number, lora in loads:
             slot = self._slots[number]
             if slot.lora is lora and not slot.num_rows:

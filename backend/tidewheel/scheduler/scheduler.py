@@ -133,7 +133,7 @@ class Scheduler:
         for request in failed:
             request.error = error
             state.end(request, FinishReason.ERROR, self._now, keep_cached=False)
-        state.loras.lose(loads)
+        state.loras.discard_loads(loads)
         return failed
 
     def best_class(self) -> int:

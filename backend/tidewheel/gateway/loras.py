@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -43,18 +44,10 @@ class LoraDirectory:
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
-        self._loras: dict[str, dict[str, ServedLora]] = {}  # by NAME and by MODEL/NAME, then by model
+        self._loras: dict[str, ServedLora] = {}  # by MODEL/NAME, and by NAMEs that are theirs alone
+        self.shown: dict[str, ServedLora] = {}  # once each, by NAME if that is its alone
         self._reading = asyncio.Lock()
         self._read_at = -math.inf
-
-    def __iter__(self) -> Iterator[tuple[str, ServedLora]]:
-        """Yield (name, adapter) once for each: NAME, or MODEL/NAME if another model or adapter has that name."""
-        models = self._upstreams.models
-        for name, found in self._loras.items():
-            for lora in found.values():
-                is_short = lora.name not in models and len(self._loras[lora.name]) == 1
-                if is_short is (name == lora.name):
-                    yield name, lora
 
     async def read(self, max_age_s: float = 0.0) -> None:
         """List the adapters of all servers, unless the last list began less than `max_age_s` before this call."""
@@ -65,13 +58,15 @@ class LoraDirectory:
             await asyncio.sleep(self._read_at + LIST_INTERVAL_S - time.monotonic())
             self._read_at, each = time.monotonic(), self._upstreams.each
             await asyncio.gather(*(one.list_loras() for one in each))
-            if each:  # else the last known ones stay, as models do
-                self._loras = {}
-            for one in each:
-                for model, paths in one.loras.items():
-                    for name, path in paths.items():
-                        for key in (name, f"{model}/{name}"):
-                            self._loras.setdefault(key, {})[model] = ServedLora(model, name, path)
+            loras = {
+                f"{model}/{name}": ServedLora(model, name, path)
+                for one in each
+                for model, paths in one.loras.items()
+                for name, path in paths.items()
+            }
+            uses = Counter([*self._upstreams.models, *loras, *(lora.name for lora in loras.values())])
+            self._loras = loras | {lora.name: lora for lora in loras.values() if uses[lora.name] == 1}
+            self.shown = {name: one for name, one in self._loras.items() if name == one.name or uses[one.name] > 1}
 
     async def _read_now(self) -> None:
         self._read_at = -math.inf
@@ -85,11 +80,9 @@ class LoraDirectory:
             await self.read()
         elif time.monotonic() - self._read_at > MAX_LIST_AGE_S:
             self._upstreams.run(self.read())
-        found = self._loras.get(name, {})
-        if len(found) > 1:
-            names = " or ".join(f"{model}/{name}" for model in sorted(found))
-            raise InvalidRequest(f"model is {name!r}, an adapter of several models: send {names}")
-        return next(iter(found.values()), None)
+        if name not in self._loras and (full := sorted(one for one in self.shown if self.shown[one].name == name)):
+            raise InvalidRequest(f"model is {name!r}, an adapter of several models: send {' or '.join(full)}")
+        return self._loras.get(name)
 
     async def resolve(self, request: UpstreamRequest, name: str, tasks: Sequence[Task]) -> Task:
         """Set a request's model, and its adapter if `name` is one. Return the task. Raise `RequestError`."""
@@ -112,13 +105,13 @@ class LoraDirectory:
     async def load(self, fields: Fields) -> str:
         """Load an adapter on all ready servers of a model. Return vLLM's answer. Raise `RequestError`."""
         body, _ = read_fields(fields, LoadLoraBody)
-        name, path = body.lora_name, body.lora_path
+        name = body.lora_name
         model, _ = self._upstreams.model(body.model, ("generate",))
         await self._read_now()
         servers = self._servers(model)
         if not body.load_inplace and all(name in one.loras.get(model, ()) for one in servers):
             raise InvalidRequest(f"lora_name is {name!r}, which is loaded: send load_inplace true to replace it")
-        await self._order(servers, model, lambda client: client.load_lora(name, path, timeout_s=ORDER_LIMIT_S))
+        await self._order(servers, model, AsyncClient.load_lora, name, body.lora_path)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, fields: Fields) -> str:
@@ -129,14 +122,15 @@ class LoraDirectory:
         if lora is None:
             raise NotFound(f"lora_name is {body.lora_name!r}: no served model has this adapter")
         servers = self._servers(lora.model, lora.name)
-        await self._order(servers, lora.model, lambda client: client.unload_lora(lora.name, timeout_s=ORDER_LIMIT_S))
+        await self._order(servers, lora.model, AsyncClient.unload_lora, lora.name)
         return f"Success: LoRA adapter '{lora.name}' removed successfully."
 
     async def _order(
-        self, servers: Sequence[Upstream], model: str, order: Callable[[AsyncClient], Awaitable[None]]
+        self, servers: Sequence[Upstream], model: str, order: Callable[..., Awaitable[None]], *names: str
     ) -> None:
         """Have servers load or unload an adapter. Raise the first error after all have answered."""
-        results = await asyncio.gather(*(order(one.client(model)) for one in servers), return_exceptions=True)
+        calls = (order(one.client(model), *names, timeout_s=ORDER_LIMIT_S) for one in servers)
+        results = await asyncio.gather(*calls, return_exceptions=True)
         await self._read_now()
         for error in filter(None, results):
             raise error

@@ -293,11 +293,8 @@ class EngineServer:
                 raise grammar
             ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
             try:
-                seed, now, lora = (
-                    self._seeds.getrandbits(64),
-                    self.clock(),
-                    self._loras.find(message.options.lora_name),
-                )
+                seed, now = self._seeds.getrandbits(64), self.clock()
+                lora = self._loras.find(message.options.lora_name)
                 requests = to_requests(
                     message, self.info, self.config, request_ids=ids, seed=seed, now=now, grammar=grammar, lora=lora
                 )

@@ -32,10 +32,9 @@ WORDS, WEIGHTS = "embedding_bias_words", "embedding_bias_weights"
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "qos_class", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
 _SERVICE = frozenset({"priority", "tenant", "deadline_ms", "soft_deadline_ms"})
-_TOKENIZE = _SERVICE | {"add_special_tokens", "add_generation_prompt", "return_token_strs"}
-_EMBED = _SERVICE | {
-    "add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens", "lora_name"
-}  # fmt: skip
+_PROMPT = _SERVICE | {"add_special_tokens", "add_generation_prompt"}
+_TOKENIZE = _PROMPT | {"return_token_strs"}
+_EMBED = _PROMPT | {"cache_salt", "truncate_prompt_tokens", "lora_name"}
 _OF_TASK: Mapping[AnyTask, frozenset[str]] = {
     "tokenize": _TOKENIZE, "detokenize": _TOKENIZE, "embed": _EMBED, "infer": _SERVICE
 }  # fmt: skip

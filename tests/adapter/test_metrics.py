@@ -106,6 +106,20 @@ TENANTS = {
     "other": TenantFigures(num_requests=1),
 }
 LORAS = {"sql": LoraFigures(num_running=2, num_waiting=3, num_requests=9, num_prompt_tokens=70, num_output_tokens=80)}
+
+
+def test_gauges_of_adapters_that_lost_their_label_are_zero() -> None:
+    series = EngineMetrics(make_info(), LABELS)
+    series.publish(EngineStats(loras=LORAS))
+    assert value("tidewheel_lora_requests_running", lora="sql") == 2
+    series.publish(EngineStats(loras={"other": LoraFigures(num_running=1)}))
+    assert value("tidewheel_lora_requests_running", lora="sql") == 0
+    assert value("tidewheel_lora_requests_running", lora="other") == 1
+    series.clear()
+    assert value("tidewheel_lora_requests_running", lora="other") == 0
+    assert value("tidewheel_lora_requests_total", lora="sql") == 9
+
+
 STEPS = Histogram(STEP_BOUNDS)
 STEPS.observe(7, count=3)
 

@@ -56,7 +56,12 @@ class NumberSeries:
             self._series(str(value))  # for the cache, a member of an enumeration is another key
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
-        """Publish the metric's values, by label. Without `is_ours`, only note them: another front end publishes."""
+        """Publish the metric's values, by label. Without `is_ours`, only note them: another front end publishes.
+
+        A gauge's labels that are no longer among them get 0.
+        """
+        if self._is_gauge:
+            numbers = {**dict.fromkeys(self._last, 0.0), **numbers}
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():

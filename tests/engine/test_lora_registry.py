@@ -315,6 +315,33 @@ def test_weights_in_use_stay_and_a_load_waits(tmp_path: Path) -> None:
     assert b.weights is None and c.weights is not None
 
 
+def test_weights_stay_for_a_step_that_is_repeated(tmp_path: Path) -> None:
+    """All rows of a slot may leave between a failed launch and the launch of what is left, which loads it again."""
+    harness = Harness(tmp_path, "abc")
+    a, b = harness.ask("a"), harness.ask("b")
+    harness.slots.idle = {a}
+    c = harness.ask("c")
+    assert [lora.weights is not None for lora in (a, b, c)] == [True, False, True]
+
+
+def test_orders_that_wait_take_no_weights_from_requests(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "ab")
+    write_lora(tmp_path / "c")
+    b = harness.ask("b")
+    a = harness.find("a")
+    harness.slots.waiting = {a}
+    harness.slots.load(a)
+    for name in "cdef":
+        harness.order("load", name, "c")
+    harness.executor.calls.pop(0)()
+    harness.registry.poll()
+    assert a.weights is not None and b.weights is not None
+    b.weights = None
+    del harness.registry._resident[b]
+    harness.slots.load(b)
+    assert b in harness.registry.reads
+
+
 def test_an_order_reads_though_memory_is_full(tmp_path: Path) -> None:
     harness = Harness(tmp_path, "ab")
     harness.slots.running = {harness.ask("a"), harness.ask("b")}

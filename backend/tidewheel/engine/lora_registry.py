@@ -91,7 +91,8 @@ class LoraRegistry:
     def load(self, lora: Lora) -> None:
         """Queue an adapter's weights to be read, unless host memory is full. Idempotent."""
         is_done = lora.weights is not None or lora.error is not None or lora in self.reads
-        if not is_done and len(self.reads) < MAX_READS and self._make_room():
+        num_asked = sum(answer is None for _, answer in self.reads.values())
+        if not is_done and len(self.reads) < MAX_READS and self._make_room(num_asked + 1):
             self.reads[lora] = self._executor.submit(self._read, lora), None
 
     def take_order(self, options: RequestOptions, answer: Answer) -> None:
@@ -154,19 +155,23 @@ class LoraRegistry:
                 self._retire(lora.name)
                 self._loras[lora.name] = lora
                 self._save()
-            if self._make_room():
+            if self._make_room(1):
                 lora.weights = weights
                 self._resident[lora] = False
         if answer is not None:
             answer(lora.error or FinishReason.STOP)
 
-    def _make_room(self) -> bool:
-        """Drop weights until one more adapter fits. Return False if all are in use."""
-        excess = len(self._resident) + len(self.reads) + 1 - self._limit
-        running, waiting = (self._slots.running, self._slots.waiting) if excess > 0 else (set(), set())
+    def _make_room(self, count: int) -> bool:
+        """Drop weights until `count` more adapters fit. Return False if all are in use.
+
+        An adapter in a slot is in use: the step that loads it may be repeated, and on a CPU the slot has its tensors.
+        """
+        excess = len(self._resident) + count - self._limit
+        in_slots = {lora for _, lora in self._slots.contents}
+        waiting = self._slots.waiting
         for lora, has_run in list(self._resident.items()):
             is_old = self._loras.get(lora.name) is not lora  # its folder may hold another version by now
-            if excess > 0 and lora not in running and (lora not in waiting or (has_run and not is_old)):
+            if excess > 0 and lora not in in_slots and (lora not in waiting or (has_run and not is_old)):
                 lora.weights = None
                 del self._resident[lora]
                 excess -= 1

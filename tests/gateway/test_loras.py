@@ -185,6 +185,14 @@ def test_lists_in_use_are_asked_for_again_in_the_background(
     wait_for(lambda: gateway.complete(model="sql").status_code == 404, 60, "the new list")
 
 
+def test_adapters_of_an_unloaded_model_are_gone(gateway: RunningGateway, triton: FakeTriton) -> None:
+    assert gateway.complete(model="sql").ok
+    triton.models = ("zebra",)
+    wait_for(lambda: "demo" not in gateway.upstreams.models, 60, "the new list of models")
+    cards = gateway.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["zebra", "demo", "fr"]  # the latter are adapters
+
+
 def test_thousands_of_adapters(gateway: RunningGateway, triton: FakeTriton) -> None:
     triton.loras = {"demo": {f"adapter-{number}": f"/loras/{number}" for number in range(10_000)}}
     assert gateway.complete(model="adapter-9999").ok

@@ -163,6 +163,7 @@ class Upstream:
 
     async def list_loras(self) -> None:
         """List each model's adapters; a model that does not answer keeps its last list."""
+        self.loras = {model: loras for model, loras in self.loras.items() if model in self.models}
         for model, task in self.models.items():
             if task == "generate" and not self.not_ready:
                 with contextlib.suppress(RequestError):  # perhaps of an older server

@@ -221,7 +221,7 @@ def grouped_config(num_rows: int, out_features: int, in_features: int, element_s
 
 
 class LowRankConfig(NamedTuple):
-    """Tiles of both products with adapters, by the layer alone: no row depends on its batch."""
+    """Tiles of the kernels of adapters, chosen by the layer alone, so that no row depends on its batch."""
 
     block_r: int  # ranks
     block_k: int  # inputs
@@ -235,7 +235,7 @@ class LowRankConfig(NamedTuple):
 
 @lru_cache
 def lora_config(in_features: int, max_rank: int, element_size: int) -> LowRankConfig:
-    """Return small tiles, with the next in flight: of decodes, each tile reads an adapter of its own."""
+    """Return small, pipelined tiles: in a decode step nearly every tile reads another adapter."""
     block_r = min(max(next_power_of_2(max_rank), MIN_DOT_SIZE), 32 if element_size > 2 else 64)
     block_k, num_stages = (32, 2) if element_size > 2 else (128, 4)
     num_splits = max(min(in_features // MIN_INPUTS_PER_SPLIT, MAX_LINEAR_SPLITS), 1)

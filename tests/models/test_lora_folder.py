@@ -62,7 +62,7 @@ def decoder(base: Path, shard: Shard | None = None, **settings: object) -> Decod
 def matrices(weights: LoraWeights, model: Decoder) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield checkpoint name, A and B of each part that the adapter has."""
     for layer in model.lora_linears:
-        for name, part in zip(layer.parts, weights.of[layer.name], strict=True):
+        for name, part in zip(layer.parts, weights.by_layer[layer.name], strict=True):
             if part is not None:
                 yield name, part.a, part.b
 
@@ -108,9 +108,9 @@ def test_products_are_what_peft_adds(tmp_path: Path, base: Path, model: Decoder,
 
 def test_layers_without_the_adapter_have_none(tmp_path: Path, base: Path, model: Decoder) -> None:
     weights = read_lora(write_peft(tmp_path, base, layers=[0], targets=["k_proj", "down_proj"]), model, MAX_RANK)
-    assert list(weights.of) == [layer.name for layer in model.lora_linears]
+    assert list(weights.by_layer) == [layer.name for layer in model.lora_linears]
     has_part = {
-        name: [part is not None for part in parts] for name, parts in weights.of.items() if any(parts)
+        name: [part is not None for part in parts] for name, parts in weights.by_layer.items() if any(parts)
     }  # fmt: skip
     assert has_part == {
         "model.layers.0.self_attn.q_proj.weight": [False, True, False],

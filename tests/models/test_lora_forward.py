@@ -53,7 +53,7 @@ def put(parts: RunnerParts, adapter: Path) -> RunnerParts:
     assert isinstance(parts.model, Decoder)
     weights = read_lora(adapter, parts.model, MAX_RANK)
     for layer in parts.model.lora_linears:
-        layer.lora.set(SLOT, weights.of[layer.name])
+        layer.lora.set(SLOT, weights.by_layer[layer.name])
     return parts
 
 

@@ -92,7 +92,7 @@ def test_graphs_read_the_columns_of_each_step(
     loads = [load(graphed, slot, lora_folders.adapters[name]) for name, slot in SLOTS.items()]
     slots = {each.request_id: 1 for each in requests_of("widest")}
     empty = mock.patch.object(
-        LoraStacks, "columns", lambda self, batch, num_tokens: self.padded(no_ids(), num_tokens)
+        LoraStacks, "groups", lambda self, batch, num_tokens: self.padded_groups(no_ids(), num_tokens)
     )
     with capturable.installed(), empty:
         assert lora_tokens(graphed, requests_of("widest"), slots, loads, token_budget=64) == lora_answers[""]
@@ -117,7 +117,7 @@ def test_columns_have_the_place_that_graphs_read(graphed: ModelRunner, lora_fold
     """Whatever else a step sends, up to the most tokens."""
     lora, rows = graphed._lora, graphed._rows
     for size in (1, 4, 16, 64):
-        padding = {"lora": lora.padded(no_ids(), size), "inputs": rows.padding(0, size)}
+        padding = {"lora": lora.padded_groups(no_ids(), size), "inputs": rows.padding(0, size)}
         captured = [view.data_ptr() for view in graphed._sender(padding)["lora"]]
         again = graphed._sender({**padding, "inputs": rows.padding(min(size, 16)), "changes": [rows.padding(1).rows]})
         assert [view.data_ptr() for view in again["lora"]] == captured

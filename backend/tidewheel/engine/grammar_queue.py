@@ -91,7 +91,7 @@ class GrammarQueue:
 
 
 def result_of(job: Future[Any], problem: str) -> Any:
-    """Return a finished job's result or `TidewheelError`. `problem`: message of an unexpected error."""
+    """Return a finished job's result or `TidewheelError`; `problem` is the message of an unexpected error."""
     error = job.exception()
     if error is None:
         return job.result()

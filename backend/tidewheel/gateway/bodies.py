@@ -35,7 +35,7 @@ _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _THINKING = ("enable_thinking", "thinking")  # switches of chat templates: Qwen 3 and GLM; DeepSeek 3.1 and Granite
 _CONTAINERS = (dict, list)
-_ORDER = "lora_order"  # parameter of Triton's ports; here it has paths of its own, which ask for the right
+_ORDER = "lora_order"  # parameter for Triton's ports; the gateway's own paths check the key first
 _UNICODE = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _OBJECTIVES = ("ttft_ms", "tpot_ms", "objective_action")
 # Of llm-d and of the Gateway API's inference extension: newer name, older name.
@@ -293,7 +293,7 @@ def read_fields(
 
 
 def check_parameters(params: Fields) -> None:
-    """Raise `InvalidRequest` if the parameters exceed the backend's size limit, `Unsupported` for orders."""
+    """Raise `InvalidRequest` if the parameters exceed the backend's size limit, `Unsupported` for `lora_order`."""
     nested = _UNICODE.sub(lambda match: chr(int(match[1], 16)), str(params.get("sampling_parameters", "")))  # JSON
     if _ORDER in nested or any(name.startswith(_ORDER) for name in params):  # Triton ends names at a NUL
         raise Unsupported(f"{_ORDER} is set: POST /v1/load_lora_adapter or /v1/unload_lora_adapter")

@@ -38,14 +38,14 @@ _WITHOUT_EFFECT = {
 _OFF: tuple[object, ...] = (None, False, "none", [], {})
 _INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # that leave the base as it is
 _PATTERN = re.compile(r"\^?(?:\.\*\\?\.)?((?:[\w-]|\\?\.)+)\$?")  # name of a module or its end
-_ADDED = re.compile(r"^base_model\.model\.|\.default(?=\.weight$)")  # by PEFT to a tensor's name
+_PEFT_AFFIXES = re.compile(r"^base_model\.model\.|\.default(?=\.weight$)")  # that a tensor's name gets from PEFT
 
 
 @dataclass(eq=False)
 class LoraWeights:
     """Adapter in host memory, for a model or one rank's part of it."""
 
-    of: Mapping[str, Sequence[LoraMatrices | None]]  # by `Linear.name`, in the order of the layer's parts
+    by_layer: Mapping[str, Sequence[LoraMatrices | None]]  # by `Linear.name`, in the order of the layer's parts
     rank: int  # largest
     num_bytes: int
 
@@ -80,7 +80,7 @@ class LoraFile(WeightSource):
             has = "pickled weights only, which are never loaded" if (folder / PICKLE_NAME).exists() else "no weights"
             raise ConfigError(f"{folder} has {has}: save the adapter with PEFT as {WEIGHTS_NAME}")
         stored = read_tensors(path, MAX_HEADER_BYTES + HEADER_BYTES_OF_LAYER * len(shapes))
-        self.tensors = {_ADDED.sub("", name): tensor for name, tensor in stored.items()}
+        self.tensors = {_PEFT_AFFIXES.sub("", name): tensor for name, tensor in stored.items()}
         if len(self.tensors) < len(stored):
             raise ConfigError(f"{path} has two adapters: keep one of them")
         if outer := [name for name in stored if "embed_tokens" in name or "lm_head" in name]:
@@ -106,7 +106,7 @@ class LoraFile(WeightSource):
         self.take_parts(parts)
 
     def rounded(self, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the values, B's after the scale, in one piece of host memory. Raise `ConfigError` if not finite."""
+        """Return the tensors in `dtype`, B scaled, in one block of host memory. Raise `ConfigError` if not finite."""
         read = {name: torch.empty(stored.part_shape, dtype=torch.float32) for name, stored in self.tensors.items()}
         self.copy(read, uncounted)
         for module, scale in self.scales.items():
@@ -138,8 +138,8 @@ def read_lora(folder: Path, model: Decoder, max_rank: int) -> LoraWeights:
     matrices = {
         f"{module}.weight": LoraMatrices(*(values[name] for name in names_of(module))) for module in file.scales
     }
-    of = {layer.name: [matrices.get(weight) for weight in layer.parts] for layer in model.lora_linears}
-    return LoraWeights(of, file.rank, sum(value.nbytes for value in values.values()))
+    by_layer = {layer.name: [matrices.get(weight) for weight in layer.parts] for layer in model.lora_linears}
+    return LoraWeights(by_layer, file.rank, sum(value.nbytes for value in values.values()))
 
 
 @lru_cache(maxsize=1)
@@ -158,7 +158,7 @@ def _rank_and_scale(config: ConfigFields, module: str) -> tuple[int, float]:
 
 
 def _entry(config: ConfigFields, module: str, patterns: str, default: str) -> tuple[ConfigFields, str]:
-    """Return section and key of a module's value: of the first pattern that its name ends with, or the default's."""
+    """Return the section and key of a module's value: the first pattern that its name ends with, else the default."""
     section = config.section(patterns)
     if len(section.values) > MAX_PATTERNS:
         raise ConfigError(f"{section.where} has {len(section.values)} keys, at most {MAX_PATTERNS} are read")

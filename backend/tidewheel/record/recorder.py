@@ -113,7 +113,7 @@ class RecordingScheduler(Scheduler):
         self._recorder = recorder
         self._clock = clock
         self._prefixes: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # states of `PrefixNames`
-        self._lora_events: dict[str, events.LoraEvent] = {}  # last ones
+        self._lora_events: dict[str, events.LoraEvent] = {}  # last one of each adapter
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         if (lora := requests[0].lora) is not None:

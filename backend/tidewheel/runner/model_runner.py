@@ -350,7 +350,7 @@ class ModelRunner:
         return self._sampled(graph.forward.output[:count], plan, sent, graph.inputs.store_indices[:count])
 
     def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> DeviceArrays:
-        lora = None if self._lora is None else self._lora.columns(batch, len(host.positions))
+        lora = None if self._lora is None else self._lora.groups(batch, len(host.positions))
         # The sizes of what comes first are those of a graph, so that the addresses are too.
         sent = self._sender({"lora": lora, "inputs": host, **sampling, "changes": changes})
         self._rows.apply(batch, sent["changes"])

@@ -1,6 +1,6 @@
 """Adapters of a model that several ranks share: each reads its part of a folder.
 
-Ranks 1 and up read on a thread of their own, and rank 0 takes an adapter that all have: no step waits for a file.
+The other ranks read on a thread of their own, and rank 0 uses an adapter once all have it: no step waits for a file.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ CLOCK_TICK_S = 0.01  # changes within a tick of the kernel's clock may have one 
 
 
 class LeaderLoras:
-    """Rank 0's side."""
+    """Adapters of rank 0, which tells the other ranks which to read and which to drop."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._connections = connections
-        self._unused = itertools.count()
+        self._next_numbers = itertools.count()
         self._numbers = weakref.WeakKeyDictionary[LoraWeights, int]()
         self._dropped = deque[int]()  # that the other ranks still have
 
     def read(self, folder: Path, read: Read) -> LoraWeights:
         """Read an adapter on all ranks, for one caller at a time. Raise `ConfigError`."""
-        order = number, *_ = next(self._unused), str(folder), _files(folder)
+        order = number, *_ = next(self._next_numbers), str(folder), _files(folder)
         time.sleep(CLOCK_TICK_S)  # any rank sees a change from here on
         for connection in self._connections:
             connection.send_bytes(msgspec.msgpack.encode(order))
@@ -54,12 +54,12 @@ class LeaderLoras:
         return self._numbers[weights]
 
     def take_dropped(self) -> list[int]:
-        """Return the adapters that rank 0 has dropped since the last call."""
+        """Return the numbers of the adapters that rank 0 has dropped since the last call."""
         return [self._dropped.popleft() for _ in range(len(self._dropped))]
 
 
 def serve_reads(connection: Connection, read: Read, loras: MutableMapping[int, LoraWeights]) -> None:
-    """Read what rank 0 orders into `loras`, by number, until its process ends."""
+    """Read the adapters that rank 0 orders, into `loras` by number, until its process ends."""
     with connection, contextlib.suppress(EOFError, OSError):
         while True:
             order = msgspec.msgpack.decode(connection.recv_bytes(), type=ReadOrder)
@@ -70,7 +70,7 @@ def serve_reads(connection: Connection, read: Read, loras: MutableMapping[int, L
 
 
 def _read(order: ReadOrder, read: Read) -> tuple[LoraWeights | None, str]:
-    """Return a rank's part, or why there is none."""
+    """Return a rank's part of an adapter, or None and the error."""
     _, name, files = order
     try:
         weights = read(folder := Path(name))

@@ -185,7 +185,7 @@ class StepGraphs:
         return self._prompts[index] if index < len(self._prompts) else None
 
     def _sent(self, num_tokens: int, groups: Groups) -> DeviceArrays:
-        lora = None if self._lora is None else self._lora.padded(no_ids(), num_tokens)
+        lora = None if self._lora is None else self._lora.padded_groups(no_ids(), num_tokens)
         return self._sender({"lora": lora, **groups})
 
     def _add_decodes(self, size: int, *, may_split: bool = True) -> None:

@@ -13,14 +13,14 @@ class LoraLoader:
         self._slots = slots
         self._load_s = load_s
         self._loras: dict[str, Lora] = {}
-        self._reading: tuple[float, Lora] | None = None  # until when
+        self._reading: tuple[float, Lora] | None = None  # with the time of its end
         slots.load = self._load
 
     def lora(self, name: str) -> Lora | None:
         return self._loras.setdefault(name, Lora(name, len(self._loras), Path())) if name else None
 
     def advance(self) -> None:
-        """End a read whose time has come."""
+        """Give the adapter its weights, if the read has taken `load_s`."""
         if self._reading is not None and self._reading[0] <= self._slots.now:
             self._reading[1].weights, self._reading = True, None
 

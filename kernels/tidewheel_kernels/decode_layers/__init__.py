@@ -121,9 +121,9 @@ class DecodeLayers:
         return buffers
 
     def use_lora(self, stacks: Sequence[LoraStack | None]) -> None:
-        """Bind adapters of each layer's qkv, output, gate_up and down, in order of layers; None: never any.
+        """Bind the stacks of each layer's qkv, output, gate_up and down, in order of layers; None: no adapters.
 
-        Afterwards `takes_lora` is whether the C kernel can read all stacks.
+        Sets `takes_lora`: whether the C kernel can read all of them.
         """
         addresses = [None if stack is None else stack_address(stack, self.dtype) for stack in stacks]
         self.takes_lora = all(

@@ -31,8 +31,7 @@ def add_lora(
 ) -> None:
     """Add each grouped token's adapter to its row of `out`; other rows keep their bits.
 
-    Sums are float32, and the row is rounded once. Of the C and the triton-lang kernels, it is bitwise the same beside
-    any other rows.
+    Sums are float32, and a row is rounded once. In the C and triton-lang kernels no bit of it depends on other rows.
     """
     sizes = stack.sizes
     if out.shape != (len(x), sizes.out_features) or x.shape[1] != sizes.in_features or out.dtype != x.dtype:

@@ -22,12 +22,12 @@ def group_addresses(groups: LoraGroups) -> GroupAddresses:
 
 
 def stack_address(stack: LoraStack, dtype: torch.dtype) -> int | None:
-    """Return the address of a stack's `LoraStack` of lora.h; None: another implementation reads it."""
+    """Return the address of a stack's C structure; None if the C kernels cannot read the stack."""
     return stack.address if isinstance(stack, HostLoraStack) and stack.dtype == dtype else None
 
 
 def empty_products(groups: LoraGroups, width: int) -> torch.Tensor:
-    """Allocate room between both products of stacks of up to `width` ranks."""
+    """Allocate the results of `a @ x` for stacks of up to this `width`."""
     return torch.empty(groups.num_tiles * TILE * width, dtype=torch.float32)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-TILE = 16  # tokens; the least rows of `tl.dot`
+TILE = 16  # tokens; `tl.dot` takes no fewer rows
 EMPTY = -1  # token or slot of padding
 
 Int32Array = npt.NDArray[np.int32]
@@ -26,7 +26,7 @@ class LoraGroups(NamedTuple):
 
 
 def max_tiles(num_tokens: int, max_loras: int) -> int:
-    """Return the tiles that any `num_tokens` tokens of at most `max_loras` adapters need at most."""
+    """Return the most tiles that `num_tokens` tokens with up to `max_loras` adapters can need."""
     num_slots = min(num_tokens, max_loras)
     return num_slots + (num_tokens - num_slots) // TILE
 

@@ -42,7 +42,7 @@ class LoraStack(ABC):
         if not 0 < len(sizes.part_sizes) <= MAX_PARTS:
             raise ValueError(f"a layer has up to {MAX_PARTS} parts, got {len(sizes.part_sizes)}")
         self.sizes, self.dtype, self.device = sizes, dtype, device
-        self.width = len(sizes.part_sizes) * sizes.max_rank  # of the products between both matrices
+        self.width = len(sizes.part_sizes) * sizes.max_rank  # floats of one token's `a @ x` of all parts
 
     def set(self, slot: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """Give a slot an adapter's `LoraMatrices` by part, None where it has none.

@@ -288,3 +288,21 @@ def test_every_adapter_of_an_overload_gets_its_turns(max_loras: int, num_adapter
         driver.scheduler.check_invariants()
     waits += [driver.now - one.arrival_time for one in waiting.values() if one.first_scheduled_time is None]
     assert max(waits) <= (2 + (num_adapters - 1) // max_loras) * AGEING_S + 4.0
+
+
+def test_a_request_of_the_same_look_reserves_no_slot_of_one_that_may_enter() -> None:
+    """In the order by cached prefixes, later requests are looked at before the first enters."""
+    driver = make_driver(cache_aware_order=True)
+    adapters = Adapters(driver)
+    running = add(driver, "running", adapters["a"], max_tokens=4)
+    driver.step()
+    add(driver, "old", adapters["c"], priority=Priority.LOW)
+    driver.step()
+    first = add(driver, "first", adapters["b"], priority=Priority.HIGH)  # reserves the slot at once
+    while running.state is RequestState.RUNNING:
+        driver.step()
+    assert first.state is RequestState.WAITING
+    add(driver, "later", adapters["c"], priority=Priority.HIGH)  # its adapter has waited longer
+    driver.step()
+    driver.scheduler.check_invariants()
+    assert first.state is RequestState.RUNNING

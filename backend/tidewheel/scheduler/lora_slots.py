@@ -240,7 +240,8 @@ class LoraSlots:
         self._slots_of_rows[request.row] = slot.number
 
     def _give_slot(self, lora: Lora) -> _Slot:
-        slot = self._free_slot(lora)
+        # One that may enter does, though a request that was looked at after it has reserved the slot.
+        slot = self._free_slot(lora) or next((one for one in self._slots if not one.num_rows), None)
         if slot is None:
             raise InternalError(f"adapter {lora.name!r} was let in, and no slot is free")
         if slot.lora is not None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -31,12 +32,36 @@ def empty_products(groups: LoraGroups, width: int) -> torch.Tensor:
     return torch.empty(groups.num_tiles * TILE * width, dtype=torch.float32)
 
 
+class _Bound(NamedTuple):
+    """What all layers of a step need of its groups."""
+
+    groups: LoraGroups
+    addresses: GroupAddresses
+    address: int
+    products: torch.Tensor
+    products_address: int
+    width: int
+
+
+_last: _Bound | None = None
+
+
+def _bound(groups: LoraGroups, width: int) -> _Bound:
+    global _last
+    bound = _last  # threads replace it
+    if bound is None or bound.groups is not groups or bound.width < width:
+        addresses, products = group_addresses(groups), empty_products(groups, width)
+        bound = _Bound(groups, addresses, ctypes.addressof(addresses), products, products.data_ptr(), width)
+        _last = bound
+    return bound
+
+
 def add_lora_native(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, groups: LoraGroups) -> None:
     stack_at = stack_address(stack, x.dtype)
     if stack_at is None:
         raise mixed_dtypes(x.dtype, torch.empty(0, dtype=stack.dtype))
-    addresses, products = group_addresses(groups), empty_products(groups, stack.width)
+    bound = _bound(groups, stack.width)
     _add_lora[x.dtype](
-        stack_at, ctypes.addressof(addresses), x.data_ptr(), out.data_ptr(), products.data_ptr(), x.stride(0),
-        out.stride(0), torch.get_num_threads(),
+        stack_at, bound.address, x.data_ptr(), out.data_ptr(), bound.products_address, x.stride(0), out.stride(0),
+        torch.get_num_threads(),
     )  # fmt: skip

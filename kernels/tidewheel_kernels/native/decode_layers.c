@@ -230,7 +230,13 @@ static void run_layers(const Step *s, Stage *stages) {
 }
 
 /* Replace `x`, embeddings, by the last layer's output, and fill `residual`; the next norm adds them. */
-API void decode_layers(const Step *step) {
+API void decode_layers(const Step *given) {
+    Step filled = *given, *step = &filled;
+    LoraGroups groups;
+    if (given->lora_groups) {
+        groups = filled_tiles(given->lora_groups);
+        filled.lora_groups = &groups;
+    }
     Stage stages[step->model->num_layers * STAGES];
     memset(stages, 0, sizeof stages);
 #pragma omp parallel num_threads(step->num_threads) if (step->num_threads > 1)

@@ -175,16 +175,21 @@ INLINE floats load_floats(const element *from, int64_t count) {
 #endif
 }
 
-/* Add to up to LANES elements. */
+/* Add to up to LANES elements. The instruction that rounds makes zeros of denormals. */
 INLINE void add_floats(element *to, floats sum, int64_t count) {
 #if defined ELEMENT_BFLOAT16 && defined __AVX512F__
     if (count >= LANES) {
         __m512 total = _mm512_add_ps((__m512)load_floats(to, LANES), (__m512)sum);
+#if defined __AVX512BF16__
+        __m256i rounded = (__m256i)_mm512_cvtneps_pbh(total);
+#else
         __m512i bits = _mm512_castps_si512(total);
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
         bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask(total, total, _CMP_UNORD_Q), 0x7fc0);
-        _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(bits));
+        __m256i rounded = _mm512_cvtepi32_epi16(bits);
+#endif
+        _mm256_storeu_si256((__m256i *)to, rounded);
         return;
     }
 #endif
@@ -273,9 +278,10 @@ void expand_lora(
 }
 
 API void add_lora(
-    const LoraStack *s, const LoraGroups *g, const element *x, /* [num_rows, num_inputs] */
-    element *out,                                              /* [num_rows, num_outputs] */
+    const LoraStack *s, const LoraGroups *groups, const element *x, /* [num_rows, num_inputs] */
+    element *out,                                                   /* [num_rows, num_outputs] */
     float *h, int64_t x_stride, int64_t out_stride, int32_t num_threads) {
+    LoraGroups filled = filled_tiles(groups), *g = &filled;
     int64_t num_outputs = s->ends[s->num_parts - 1], per_tile = (num_outputs + PIECE_OUTPUTS - 1) / PIECE_OUTPUTS;
     int64_t num_shrinks = shrink_pieces(s, g), num_expands = g->num_tiles * per_tile;
     int64_t shrink_share = num_shrinks / (num_threads * SHARES) + 1, expand_share = num_expands / (num_threads * SHARES) + 1;

@@ -32,6 +32,13 @@ typedef struct {
 
 typedef uint16_t bfloats __attribute__((vector_size(2 * LANES), aligned(2)));
 
+/* Leave out empty tiles at the end, which would make the shares of threads uneven. */
+INLINE LoraGroups filled_tiles(const LoraGroups *g) {
+    LoraGroups filled = *g;
+    while (filled.num_tiles && filled.slots[filled.num_tiles - 1] < 0) filled.num_tiles--;
+    return filled;
+}
+
 INLINE int64_t rows_of_tile(const LoraGroups *g, int64_t tile) {
     const int32_t *rows = g->rows + tile * LORA_TILE;
     int64_t count = 0;

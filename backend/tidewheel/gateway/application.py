@@ -304,7 +304,7 @@ class Gateway:
     async def _list_models(self, _: web.Request) -> web.Response:
         await self._loras.read(LIST_INTERVAL_S)
         data = [self._card(*model) for model in self._upstreams.models.items()]
-        data += [self._lora_card(*lora) for lora in sorted(self._loras.shown.items())]
+        data += [self._lora_card(*lora) for lora in sorted(self._loras.listed.items())]
         return _json_response(msgspec.json.encode({"object": "list", "data": data}))
 
     async def _show_model(self, http: web.Request) -> web.Response:

@@ -44,8 +44,8 @@ class LoraDirectory:
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
-        self._loras: dict[str, ServedLora] = {}  # by MODEL/NAME, and by NAMEs that are theirs alone
-        self.shown: dict[str, ServedLora] = {}  # once each, by NAME if that is its alone
+        self._loras: dict[str, ServedLora] = {}  # by MODEL/NAME, and by NAME where no other model or adapter has it
+        self.listed: dict[str, ServedLora] = {}  # each once, by NAME where possible
         self._reading = asyncio.Lock()
         self._read_at = -math.inf
 
@@ -66,7 +66,7 @@ class LoraDirectory:
             }
             uses = Counter([*self._upstreams.models, *loras, *(lora.name for lora in loras.values())])
             self._loras = loras | {lora.name: lora for lora in loras.values() if uses[lora.name] == 1}
-            self.shown = {name: one for name, one in self._loras.items() if name == one.name or uses[one.name] > 1}
+            self.listed = {name: one for name, one in self._loras.items() if name == one.name or uses[one.name] > 1}
 
     async def _read_now(self) -> None:
         self._read_at = -math.inf
@@ -80,7 +80,7 @@ class LoraDirectory:
             await self.read()
         elif time.monotonic() - self._read_at > MAX_LIST_AGE_S:
             self._upstreams.run(self.read())
-        if name not in self._loras and (full := sorted(one for one in self.shown if self.shown[one].name == name)):
+        if name not in self._loras and (full := sorted(one for one in self.listed if self.listed[one].name == name)):
             raise InvalidRequest(f"model is {name!r}, an adapter of several models: send {' or '.join(full)}")
         return self._loras.get(name)
 

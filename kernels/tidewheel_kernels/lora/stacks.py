@@ -112,7 +112,7 @@ class HostLoraStack(LoraStack):
     def _set(self, slot: int, parts: Sequence[LoraMatrices | None]) -> None:
         self._slots[slot] = arranged = [None if part is None else self._arranged(part) for part in parts]
         for place, part in enumerate(arranged, slot * len(parts)):
-            self._parts[place] = _Part() if part is None else _Part(*map(_address, part), part.a.shape[0])
+            self._parts[place] = _Part() if part is None else _Part(part.a.data_ptr(), part.b.data_ptr(), len(part.a))
 
     def _arranged(self, part: LoraMatrices) -> LoraMatrices:
         a, b = (tensor.to(self.device) for tensor in part)
@@ -152,7 +152,3 @@ class StaticLoraStack(LoraStack):
 
     def matrices(self, slot: int) -> Sequence[LoraMatrices | None]:
         return [part if len(part.a) else None for part in self._places(slot)]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr()

@@ -286,6 +286,25 @@ def test_a_row_that_cannot_be_launched_ends_alone(inflight: int, caplog: pytest.
     assert [str(cause) for cause in causes] == ["its bias"] * 3
 
 
+def test_nothing_is_received_until_a_step_that_could_not_be_launched_was_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it loads, such as an adapter, could be dropped: the rows that need it may be cancelled meanwhile."""
+    harness = CoreHarness(max_num_batched_tokens=64, max_inflight_steps=2, runner=PickyDevice)
+    harness.add(make_request("a", 9, max_tokens=9))
+    harness.core.step()
+    for number, name in enumerate(("bad", "b"), 1):
+        harness.add(make_request(name, [number] * 9, max_tokens=3))
+    calls: list[str] = []
+    launch = harness.runner.launch
+    monkeypatch.setattr(harness.core, "receive", lambda: calls.append("receive"))
+    monkeypatch.setattr(harness.runner, "launch", lambda batch: calls.append("launch") or launch(batch))
+    harness.core.step()
+    assert calls == ["receive", "launch", "launch", "receive"]
+    harness.run()
+    assert harness.ended == {"a": FinishReason.LENGTH, "bad": FinishReason.ERROR, "b": FinishReason.LENGTH}
+
+
 @pytest.mark.parametrize("fails_late", [False, True], ids=["launch", "wait"])
 def test_other_errors_of_a_step_are_raised(fails_late: bool) -> None:
     harness = small_device(error=RuntimeError("device-side assert"), fails_late=fails_late, room=0)

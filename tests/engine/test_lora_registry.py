@@ -315,15 +315,6 @@ def test_weights_in_use_stay_and_a_load_waits(tmp_path: Path) -> None:
     assert b.weights is None and c.weights is not None
 
 
-def test_weights_stay_for_a_step_that_is_repeated(tmp_path: Path) -> None:
-    """All rows of a slot may leave between a failed launch and the launch of what is left, which loads it again."""
-    harness = Harness(tmp_path, "abc")
-    a, b = harness.ask("a"), harness.ask("b")
-    harness.slots.idle = {a}
-    c = harness.ask("c")
-    assert [lora.weights is not None for lora in (a, b, c)] == [True, False, True]
-
-
 def test_orders_that_wait_take_no_weights_from_requests(tmp_path: Path) -> None:
     harness = Harness(tmp_path, "ab")
     write_lora(tmp_path / "c")

@@ -140,9 +140,13 @@ class EngineCore:
             self._request_ids[new.row] = new.request.request_id
         self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self.runner.launch(batch)), now))
 
+    @property
+    def _has_failed_launch(self) -> bool:
+        return bool(self._in_flight) and isinstance(self._in_flight[-1].pending, _Failure)
+
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
         """Return how many steps to wait for. After a failed launch, all: a further step would read its tokens."""
-        if isinstance(self._in_flight[-1].pending, _Failure):
+        if self._has_failed_launch:
             return len(self._in_flight)
         is_due = batch is None or len(self._in_flight) == self.scheduler.max_inflight_steps
         return int(is_due if (is_done := self._in_flight[0].pending.is_done) is None else is_done)
@@ -152,7 +156,8 @@ class EngineCore:
         result = _attempt(pending.wait)
         del pending  # a retry needs its room
         tokens = self._recover(batch, result.error) if isinstance(result, _Failure) else result
-        self.receive()
+        if not self._has_failed_launch:  # it is repeated with what it loads, which what is received may drop
+            self.receive()
         self.deliver(self.scheduler.apply(batch, tokens, self.clock()))
         end = self.clock()
         # Of two steps in flight, the second begins when the first ends.

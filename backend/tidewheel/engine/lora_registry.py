@@ -162,16 +162,12 @@ class LoraRegistry:
             answer(lora.error or FinishReason.STOP)
 
     def _make_room(self, count: int) -> bool:
-        """Drop weights until `count` more adapters fit. Return False if all are in use.
-
-        An adapter in a slot is in use: the step that loads it may be repeated, and on a CPU the slot has its tensors.
-        """
+        """Drop weights until `count` more adapters fit. Return False if all are in use."""
         excess = len(self._resident) + count - self._limit
-        in_slots = {lora for _, lora in self._slots.contents}
-        waiting = self._slots.waiting
+        running, waiting = (self._slots.running, self._slots.waiting) if excess > 0 else (set(), set())
         for lora, has_run in list(self._resident.items()):
             is_old = self._loras.get(lora.name) is not lora  # its folder may hold another version by now
-            if excess > 0 and lora not in in_slots and (lora not in waiting or (has_run and not is_old)):
+            if excess > 0 and lora not in running and (lora not in waiting or (has_run and not is_old)):
                 lora.weights = None
                 del self._resident[lora]
                 excess -= 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidewheel.errors import ConfigError
-from tidewheel.lora import Lora, LoraLoad
+from tidewheel.lora import Lora
 from tidewheel.scheduler.lora_slots import LoraSlots
 
 
@@ -80,8 +80,3 @@ class FakeSlots(LoraSlots):
 
     def __init__(self) -> None:
         self.running, self.waiting = set(), set()
-        self.idle: set[Lora] = set()  # in slots without rows
-
-    @property
-    def contents(self) -> list[LoraLoad]:
-        return [LoraLoad(slot, lora) for slot, lora in enumerate(self.running | self.idle)]

@@ -22,6 +22,7 @@ from tidewheel.models.shard import TensorPart
 from tidewheel.models.weight_source import WeightSource, check_names, named, uncounted
 from tidewheel.regular_files import read_object
 from tidewheel_kernels.lora import LoraMatrices
+from tidewheel_kernels.native.huge_pages import empty_in_huge_pages
 
 CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # Parsing holds the interpreter, for which steps wait.
@@ -112,10 +113,11 @@ class LoraFile(WeightSource):
         for module, scale in self.scales.items():
             read[names_of(module)[1]].mul_(scale)
         sizes = [value.numel() for value in read.values()]
-        memory = torch.empty(sum(sizes), dtype=dtype)
         if device.type == "cuda":
             with torch.cuda.device(device):  # the current device is thread-local
-                memory = memory.pin_memory()  # once, for the GPU's steps wait for it
+                memory = torch.empty(sum(sizes), dtype=dtype).pin_memory()  # once, for the GPU's steps wait for it
+        else:
+            memory = empty_in_huge_pages(sum(sizes), dtype)
         for (name, value), piece in zip(read.items(), torch.split(memory, sizes), strict=True):
             is_transposed = device.type != "cuda" and name.endswith("lora_B.weight")  # as the CPU's kernel reads it
             read[name] = piece.view(value.T.shape).T if is_transposed else piece.view(value.shape)

@@ -33,7 +33,7 @@ def empty_products(groups: LoraGroups, width: int) -> torch.Tensor:
 
 
 class _Bound(NamedTuple):
-    """What all layers of a step need of its groups."""
+    """Addresses of groups, and of room for products of up to `width` ranks: the same for all layers of a step."""
 
     groups: LoraGroups
     addresses: GroupAddresses

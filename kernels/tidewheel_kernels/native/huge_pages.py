@@ -21,11 +21,18 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     rounded = -(-tensor.nbytes // LINE) * LINE
     with _lock:
         if rounded > len(_free):
-            segment = torch.empty(max(rounded, SEGMENT) + PAGE, dtype=torch.uint8)
-            _free = segment[-segment.data_ptr() % PAGE :]
-            advise(_free.data_ptr(), len(_free), MADV_HUGEPAGE)
+            _free = empty_in_huge_pages(max(rounded, SEGMENT), torch.uint8)
         room, _free = _free[: tensor.nbytes], _free[rounded:]
     return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate memory that begins with a page; it has pages of 4 KB after its last whole one."""
+    nbytes = num_elements * dtype.itemsize
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % PAGE
+    advise(memory.data_ptr() + begin, nbytes, MADV_HUGEPAGE)
+    return memory[begin : begin + nbytes].view(dtype)
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:

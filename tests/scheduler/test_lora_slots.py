@@ -306,3 +306,19 @@ def test_a_request_of_the_same_look_reserves_no_slot_of_one_that_may_enter() -> 
     driver.step()
     driver.scheduler.check_invariants()
     assert first.state is RequestState.RUNNING
+
+
+def test_a_request_that_entered_another_slot_reserves_none() -> None:
+    driver = make_driver(2)
+    adapters = Adapters(driver)
+    add(driver, "low", adapters["a"], priority=Priority.LOW)
+    running = add(driver, "running", adapters["b"], priority=Priority.HIGH, max_tokens=4)
+    driver.step()
+    first = add(driver, "first", adapters["c"], priority=Priority.HIGH)  # reserves the slot of "low" at once
+    while running.state is RequestState.RUNNING:
+        driver.step()
+    assert first.state is RequestState.WAITING
+    add(driver, "second", adapters["d"], priority=Priority.HIGH)
+    driver.step()
+    driver.scheduler.check_invariants()
+    assert first.state is RequestState.RUNNING

@@ -247,7 +247,10 @@ class LoraSlots:
         if slot.lora is not None:
             del self._slot_of[slot.lora]
             self._stats.num_lora_evictions += 1
-        slot.lora, slot.assigned_at, slot.reserved_for = lora, self.now, None
+        for one in self._slots:
+            if one is slot or (one.reserved_for is not None and one.reserved_for.lora is lora):
+                one.reserved_for = None
+        slot.lora, slot.assigned_at = lora, self.now
         self._slot_of[lora] = slot
         self._loads.append(LoraLoad(slot.number, lora))
         self._stats.num_lora_loads += 1

@@ -322,3 +322,16 @@ def test_a_request_that_entered_another_slot_reserves_none() -> None:
     driver.step()
     driver.scheduler.check_invariants()
     assert first.state is RequestState.RUNNING
+
+
+def test_an_idle_slot_that_another_reserved_is_taken_in_the_same_step_by_a_better_class() -> None:
+    driver = make_driver()
+    loras = Adapters(driver)
+    first = add(driver, "a", loras["a"], max_tokens=7)
+    waiting = add(driver, "b", loras["b"])
+    while not first.is_finished:
+        driver.step()
+    assert driver.scheduler.loras._slots[0].reserved_for is waiting
+    better = add(driver, "c", loras["c"], priority=Priority.CRITICAL)
+    driver.step()
+    assert better.state is RequestState.RUNNING

@@ -139,9 +139,10 @@ class LoraSlots:
             return False
         self._note_missing(lora)
         if lora.weights is not None:
+            if self._free_slot(lora) is None:
+                self._reserve(request)
             if self._free_slot(lora) is not None:
                 return True
-            self._reserve(request)
         self._refused[lora] = service_class
         return False
 

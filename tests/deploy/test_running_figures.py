@@ -55,6 +55,7 @@ OF_THE_ENGINE = {
     "tidewheel_requests_expired_total", "tidewheel_requests_hopeless_total", "tidewheel_tenant_queue_seconds_total",
     "tidewheel_objectives_total", "tidewheel_objectives_met_total", "tidewheel_tenant_objectives_total",
     "tidewheel_tenant_objectives_met_total", "tidewheel_weight_steps_total", "tidewheel_turn_wait_seconds_total",
+    "tidewheel_lora_loads_total", "tidewheel_lora_evictions_total",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.config import EngineConfig
 from tidewheel.request import Request
-from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs
+from tidewheel.runner.inputs import DeviceArrays, DeviceInputs, ForwardBounds, HostInputs
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import StepModel
 from tidewheel.sampling import SamplingParams
@@ -74,8 +74,8 @@ class Ledger:
         self.num_repeated = self.num_padded = 0
         self._forward, self._rows = runner._steps.forward, runner._rows
 
-    def forward(self, inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
-        logits = self._forward(inputs, bounds)
+    def forward(self, sent: DeviceArrays, bounds: ForwardBounds) -> torch.Tensor:
+        inputs, logits = DeviceInputs(*sent["inputs"]), self._forward(sent, bounds)
         owners = torch.searchsorted(inputs.cu_seqlens_q[1:], inputs.logit_indices, right=True)
         places = inputs.rows[owners].tolist(), inputs.positions[inputs.logit_indices].tolist()
         for row, position, found in zip(*places, logits.cpu(), strict=True):
@@ -93,7 +93,8 @@ class Ledger:
         padded = self._rows.padded(host, 4)
         bounds = ForwardBounds(max_seqlen_q=1, max_seq_len=48, num_decodes=4)
         tensors = DeviceInputs(*(torch.from_numpy(column).to(logits.device) for column in padded))
-        assert torch.equal(self._forward(tensors, bounds)[: len(logits)], logits)
+        sent: DeviceArrays = {"inputs": list(tensors), "lora": []}
+        assert torch.equal(self._forward(sent, bounds)[: len(logits)], logits)
         self.num_padded += 1
 
 

@@ -81,7 +81,7 @@ def layer_calls(shape: Shape, num_decodes: int) -> Calls:
 
     def call() -> object:
         cut = layer.begin(hidden, residual, TokenLocations(ids, ids), kv)
-        return layer.end(layer.attend(cut.queries, meta, kv), cut.residual)
+        return layer.end(layer.attend(cut.queries, meta, kv), cut.residual, None)
 
     queries = layer.begin(hidden, residual, TokenLocations(ids, ids), kv).queries
     attended = torch.empty(queries.shape, dtype=queries.dtype)

@@ -37,8 +37,8 @@ dynamic_batching {
 
 @pytest.fixture(scope="module")
 def queued(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its steps are slow: a long request goes on for 20 s unless it is cancelled."""
-    folder, slowed = tmp_path_factory.mktemp("queued"), slowed_by(0.02, tmp_path_factory.mktemp("slow") / "seconds")
+    """Its steps are slow: a long request goes on for 80 s unless it is cancelled."""
+    folder, slowed = tmp_path_factory.mktemp("queued"), slowed_by(0.08, tmp_path_factory.mktemp("slow") / "seconds")
     with serving_demo(folder, CONFIG, "--allow-faults", variables=slowed) as server:
         yield server
 

@@ -146,7 +146,7 @@ class LLM(AbstractContextManager["LLM"]):
             params = SamplingParams(**self._maker.defaults.sampling)
         sampling = _each("params", params, len(prompts))
         served = [
-            one if one.lora_name else msgspec.structs.replace(one, lora_name=lora_name)
+            one if one.lora_name or not lora_name else msgspec.structs.replace(one, lora_name=lora_name)
             for one in _each("options", options or _NO_OPTIONS, len(prompts))
         ]
         given = zip(prompts, sampling, served, strict=True)

@@ -51,8 +51,7 @@ def to_requests(
 ) -> list[Request]:
     """Check a message; return one request per id. Request i has the seed plus i, modulo 2**64.
 
-    The first is the `leader` of the rest. `seed`: for messages without a seed; `grammar` and `lora`: the
-    message's.
+    The first is the `leader` of the rest. `seed`: for messages without a seed. `grammar`, `lora`: the message's.
     Raise `InvalidRequest` or `Unsupported`.
     """
     checked = check_request(message, info)

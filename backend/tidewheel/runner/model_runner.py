@@ -218,7 +218,7 @@ class ModelRunner:
         return read_lora(folder, self._lora.model, self._lora.max_rank)
 
     def check_lora(self, folder: Path) -> None:
-        """Check all of an adapter but its values. Raise `ConfigError`."""
+        """Check the files of an adapter without reading its values. Raise `ConfigError`."""
         assert self._lora is not None
         LoraFile(folder, self._lora.model, self._lora.max_rank)
 

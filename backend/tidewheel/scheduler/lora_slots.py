@@ -125,7 +125,7 @@ class LoraSlots:
         return [int(row) for row in rows.nonzero()[0]] if self._best_class_in(slot) >= least else []
 
     def admissible(self, candidates: Iterable[Request]) -> Iterator[Request]:
-        """Yield the requests whose adapter has a slot or can get one. Ask for others' weights, and reserve slots."""
+        """Yield the requests whose adapter has a slot or can get one. Note missing weights, and reserve slots."""
         for request in candidates:
             if request.lora is None or self._may_enter(request, request.lora):
                 yield request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from support.kernels.kernel_harness import RATIO, PagedBatch, assert_close, needs_compiler, paged_batch, rounded_cache
 from support.kernels.lora_stacks import drawn_stack, grouped
-from tidewheel_kernels import paged_attention, rms_norm, rope_and_cache, silu_and_mul
+from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, LinearWeights, fits_decode_layers
 from tidewheel_kernels.grouped_linear import LaneWeights, arrange, grouped_linear, quantize_groups
 from tidewheel_kernels.kv_cache.codes import scales_behind
@@ -255,3 +255,109 @@ def test_a_row_with_nan_changes_no_other() -> None:
         layers.run(rows, positions, batch.meta, caches)
     assert dirty[1].isnan().any()
     assert torch.equal(clean[::2], dirty[::2])
+
+
+class Entries(NamedTuple):
+    """Successive tokens of sequences, one row each; a sequence of no token is padding."""
+
+    positions: torch.Tensor
+    meta: AttentionMetadata
+    batch: PagedBatch
+    steps: list[list[int]]  # rows of each step, when a sequence's tokens are decoded one after the other
+
+
+def entries(counts: Sequence[tuple[int, int]], dtype: torch.dtype) -> Entries:
+    """Return rows for `counts`, (tokens in the cache, tokens of the step) of each sequence; (0, 0): padding."""
+    batch = paged_batch([(1, known + new) for known, new in counts], group=1, dtype=dtype)
+    for cache in batch[1:3]:
+        cache.nan_to_num_(7.0)  # where a row reads a key before it is stored, its result differs
+    sequence = torch.tensor([i for i, (_, new) in enumerate(counts) for _ in range(max(new, 1))])
+    seq_lens = torch.cat(
+        [torch.arange(known + 1, known + new + 1) if new else torch.zeros(1) for known, new in counts]
+    )
+    positions = (seq_lens - 1).clamp(min=0).long()
+    tables = batch.meta.block_tables[sequence]
+    blocks = tables[torch.arange(len(positions)), positions // 16].long()
+    slots = torch.where(seq_lens > 0, blocks * 16 + positions % 16, -1)
+    for block, offset in zip(blocks[slots >= 0].tolist(), (positions % 16)[slots >= 0].tolist(), strict=True):
+        for cache in batch[1:3]:
+            cache[block, offset] = 7.0
+    meta = metadata(slots, tables, seq_lens.int())
+    nth = [j for _, new in counts for j in range(max(new, 1))]
+    return Entries(positions, meta, batch, [[i for i, of in enumerate(nth) if of == j] for j in range(max(nth) + 1)])
+
+
+def metadata(slots: torch.Tensor, tables: torch.Tensor, seq_lens: torch.Tensor) -> AttentionMetadata:
+    starts = torch.arange(len(slots) + 1, dtype=torch.int32)
+    return AttentionMetadata(slots, tables, starts, seq_lens, 1, int(seq_lens.max()), len(slots))
+
+
+MIXED = ((30, 3), (0, 0), (15, 1), (0, 2), (47, 5), (9, 1), (0, 0), (16, 2))
+
+
+@pytest.fixture(params=[1, 2], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("extras", ["plain", "norms, biases and a window", "codes", "adapters"])
+def test_successive_tokens_of_a_sequence_equal_decodes_one_after_the_other(
+    extras: str, bits: int, dtype: torch.dtype
+) -> None:
+    if not bits and not can_pack(dtype):
+        pytest.skip("oneDNN packs no weights of this dtype here")
+    has_norms = extras.startswith("norms")
+    of = model((bits, bits), dtype, group=3, has_norms=has_norms, has_bias=has_norms, window=8 * has_norms)
+    if not fits_decode_layers(of.layers, of.heads):
+        pytest.skip("oneDNN's layout for this processor is not known")
+    layers = DecodeLayers(*of, EPS)
+    slots: list[int] = []
+    if extras == "adapters":
+        layers.use_lora(adapters(of, dtype).stacks)
+        slots = [2, -1, 1, 0, 2, -1, 1, 1]
+    loads = [MIXED, *([(known, new)] for known in (0, 21) for new in range(1, layers.max_rows + 1))]
+    copied = rounded_cache if extras == "codes" else torch.clone
+    for counts in loads:
+        if sum(max(new, 1) for _, new in counts) > layers.max_rows:
+            counts = [(30, 2), (0, 0), (15, 1)]
+        of_step = entries(counts, dtype)
+        rows = [i for i, (_, new) in enumerate(counts) for _ in range(max(new, 1))]
+        caches = [[tuple(map(copied, of_step.batch[1:3])) for _ in of.layers] for _ in range(2)]
+        together = torch.randn(len(rows), HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+        one_by_one, expected = together.clone(), torch.empty_like(together)
+        residual = layers.run(
+            together, of_step.positions, of_step.meta, caches[0], grouped([slots[i] for i in rows]) if slots else None
+        )
+        for step in of_step.steps:
+            meta = of_step.meta
+            chosen = metadata(meta.slot_mapping[step], meta.block_tables[step], meta.seq_lens[step])
+            groups = grouped([slots[rows[i]] for i in step]) if slots else None
+            x = one_by_one[step]
+            expected[step] = layers.run(x, of_step.positions[step], chosen, caches[1], groups)
+            one_by_one[step] = x
+        assert torch.equal(together, one_by_one) and torch.equal(residual, expected), counts
+        for pair in zip(*caches, strict=True):
+            for got, wanted in zip(*pair, strict=True):
+                assert torch.equal(got.nan_to_num(), wanted.nan_to_num()), counts
+
+
+def test_a_sequence_that_shares_blocks_with_another_is_none_of_its_tokens() -> None:
+    of = model((8, 4), torch.float32, group=3, has_norms=True, has_bias=True, window=0)
+    layers = DecodeLayers(*of, EPS)
+    of_step = entries([(17, 1), (18, 1)], torch.float32)
+    of_step.meta.block_tables[1, 0] = of_step.meta.block_tables[0, 0]  # a shared prefix of 16 tokens
+    results = []
+    for chosen in ([0, 1], [1, 0]):
+        x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))[chosen]
+        caches = [tuple(map(torch.clone, of_step.batch[1:3])) for _ in of.layers]
+        meta = of_step.meta
+        given = metadata(meta.slot_mapping[chosen], meta.block_tables[chosen], meta.seq_lens[chosen])
+        layers.run(x, of_step.positions[chosen], given, caches)
+        results.append(x[[chosen.index(0), chosen.index(1)]])
+    assert torch.equal(*results)

@@ -144,8 +144,8 @@ class DecodeLayers:
     ) -> torch.Tensor:
         """Replace `x` [T, hidden], embeddings of at most `max_rows` decodes, by the last layer's output.
 
-        Return the residual [T, hidden]. `positions` are [T] int64. `lora_groups`, with `takes_lora` alone: rows
-        with adapters.
+        Decodes may be successive tokens of one sequence, adjacent and in order. Return the residual [T, hidden].
+        `positions` are [T] int64. `lora_groups`, with `takes_lora` alone: rows with adapters.
         """
         if caches is not self._caches:
             self._use_caches(caches)

@@ -9,7 +9,7 @@
 #include "rows.h"
 #include "team.h"
 
-enum { STAGES = 13 /* 4 with adapters alone */, SEGMENT = 512 /* activations of a piece of work; whole groups */ };
+enum { STAGES = 14 /* 4 with adapters alone, 1 with rows of one sequence */, SEGMENT = 512 /* activations of a piece of work; whole groups */ };
 
 typedef struct {
     const Matrix *grouped; /* or NULL, with `blocked` */
@@ -122,24 +122,37 @@ static void project(const Step *s, int64_t layer, int64_t tile) {
     multiply_tile_of(s, layer, QKV, s->normed, s->heads, tile);
 }
 
-/* Rotate one KV head's key and queries, store key and value, and attend. */
+INLINE element *heads_of(const Step *s, int64_t row) {
+    const Decoder *m = s->model;
+    return s->heads + row * (m->num_q_heads + 2 * m->num_kv_heads) * m->head_dim;
+}
+
+/* Rotate one KV head's key and queries, and store key and value. */
+static void store_kv_head(const Step *s, int64_t layer, int64_t piece) {
+    const Decoder *m = s->model;
+    const Layer *l = m->layers + layer;
+    Cache cache = s->caches[layer];
+    int64_t row = piece / m->num_kv_heads, kv_head = piece % m->num_kv_heads, dim = m->head_dim;
+    int64_t group = m->num_q_heads / m->num_kv_heads, slot = s->slots[row];
+    const float *cos = m->cos_sin + s->positions[row] * 2 * m->half, *sin = cos + m->half;
+    element *heads = heads_of(s, row), *q = heads + kv_head * group * dim;
+    element *key = heads + (m->num_q_heads + kv_head) * dim, *value = key + m->num_kv_heads * dim;
+    for (int64_t h = 0; h < group; h++) rotate(q + h * dim, l->q_norm, cos, sin, dim, m->half, m->eps);
+    rotate(key, l->k_norm, cos, sin, dim, m->half, m->eps);
+    if (slot < 0) return;
+    Blocks blocks = {s->block_size, m->num_kv_heads, dim, s->scales_at};
+    store_head(cache.keys, blocks, s->k_block_stride, slot, kv_head, key);
+    store_head(cache.values, blocks, s->v_block_stride, slot, kv_head, value);
+}
+
 static void attend_kv_head(const Step *s, int64_t layer, int64_t piece) {
     const Decoder *m = s->model;
     const Layer *l = m->layers + layer;
     Cache cache = s->caches[layer];
     int64_t row = piece / m->num_kv_heads, kv_head = piece % m->num_kv_heads, dim = m->head_dim;
-    int64_t group = m->num_q_heads / m->num_kv_heads, slot = s->slots[row], end = s->seq_lens[row];
-    const float *cos = m->cos_sin + s->positions[row] * 2 * m->half, *sin = cos + m->half;
-    element *heads = s->heads + row * (m->num_q_heads + 2 * m->num_kv_heads) * dim, *q = heads + kv_head * group * dim;
-    element *key = heads + (m->num_q_heads + kv_head) * dim, *value = key + m->num_kv_heads * dim;
+    int64_t group = m->num_q_heads / m->num_kv_heads, end = s->seq_lens[row];
+    const element *q = heads_of(s, row) + kv_head * group * dim;
     element *out = s->attended + (row * m->num_q_heads + kv_head * group) * dim;
-    for (int64_t h = 0; h < group; h++) rotate(q + h * dim, l->q_norm, cos, sin, dim, m->half, m->eps);
-    rotate(key, l->k_norm, cos, sin, dim, m->half, m->eps);
-    if (slot >= 0) {
-        Blocks blocks = {s->block_size, m->num_kv_heads, dim, s->scales_at};
-        store_head(cache.keys, blocks, s->k_block_stride, slot, kv_head, key);
-        store_head(cache.values, blocks, s->v_block_stride, slot, kv_head, value);
-    }
     Paged paged = {cache.keys, cache.values, NULL, s->k_block_stride, s->v_block_stride, m->num_kv_heads * dim, s->block_size, s->scales_at};
     Context context = {
         .paged = paged_of(paged, s->tables + row * s->table_stride, kv_head, dim),
@@ -150,6 +163,23 @@ static void attend_kv_head(const Step *s, int64_t layer, int64_t piece) {
     };
     for (int64_t h = 0; h < group; h += MAX_HEADS)
         attend_any(&context, q + h * dim, out + h * dim, group - h < MAX_HEADS ? group - h : MAX_HEADS, dim);
+}
+
+static void store_and_attend(const Step *s, int64_t layer, int64_t piece) {
+    store_kv_head(s, layer, piece);
+    attend_kv_head(s, layer, piece);
+}
+
+/* Return whether some row attends to a key that the row before it stores: such rows are successive tokens of one
+   sequence. */
+static int has_successive_tokens(const Step *s) {
+    for (int64_t row = 1; row < s->num_rows; row++) {
+        int64_t before = s->seq_lens[row] - 2, slot = s->slots[row - 1];
+        if (before < 0 || slot < 0) continue;
+        int64_t block = s->tables[row * s->table_stride + before / s->block_size];
+        if (block * s->block_size + before % s->block_size == slot) return 1;
+    }
+    return 0;
 }
 
 static void round_attended(const Step *s, int64_t layer, int64_t row) {
@@ -213,13 +243,18 @@ INLINE void run_product(const Step *s, Stage *stages, Job shrink, Job multiply, 
     run(s, stages + 1, multiply, layer, tiles_of(&s->model->layers[layer].linears[linear]));
 }
 
-static void run_layers(const Step *s, Stage *stages) {
+static void run_layers(const Step *s, Stage *stages, int stores_first) {
     const Decoder *m = s->model;
     int64_t num_segments = (m->intermediate + SEGMENT - 1) / SEGMENT;
     for (int64_t layer = 0; layer < m->num_layers; layer++, stages += STAGES) {
         run(s, stages, begin_layer, layer, s->num_rows);
         run_product(s, stages + 1, shrink_qkv, project, layer, QKV);
-        run(s, stages + 3, attend_kv_head, layer, s->num_rows * m->num_kv_heads);
+        if (stores_first) {
+            run(s, stages + 13, store_kv_head, layer, s->num_rows * m->num_kv_heads);
+            run(s, stages + 3, attend_kv_head, layer, s->num_rows * m->num_kv_heads);
+        } else {
+            run(s, stages + 3, store_and_attend, layer, s->num_rows * m->num_kv_heads);
+        }
         if (m->layers[layer].linears[OUTPUT].grouped) run(s, stages + 4, round_attended, layer, s->num_rows);
         run_product(s, stages + 5, shrink_output, project_output, layer, OUTPUT);
         run(s, stages + 7, begin_mlp, layer, s->num_rows);
@@ -229,7 +264,8 @@ static void run_layers(const Step *s, Stage *stages) {
     }
 }
 
-/* Replace `x`, embeddings, by the last layer's output, and fill `residual`; the next norm adds them. */
+/* Replace `x`, embeddings, by the last layer's output, and fill `residual`; the next norm adds them. Rows of one
+   sequence are adjacent and in order: each sees the keys of those before it. */
 API void decode_layers(const Step *given) {
     Step filled = *given, *step = &filled;
     LoraGroups groups;
@@ -237,8 +273,9 @@ API void decode_layers(const Step *given) {
         groups = filled_tiles(given->lora_groups);
         filled.lora_groups = &groups;
     }
+    int stores_first = has_successive_tokens(step);
     Stage stages[step->model->num_layers * STAGES];
     memset(stages, 0, sizeof stages);
 #pragma omp parallel num_threads(step->num_threads) if (step->num_threads > 1)
-    run_layers(step, stages);
+    run_layers(step, stages, stores_first);
 }

@@ -25,6 +25,11 @@ Float64Array = npt.NDArray[np.float64]
 WeightVariant = Literal["full", "quantized"]
 Launch = Literal["eager", "graph", "graphs of pieces"]  # how a step ran: pieces are what lies between attentions
 
+# Values of `ScheduledBatch.draft_tokens` beside token ids.
+NO_DRAFT = -1
+TO_DRAFT = -2  # the runner's own drafter fills it in
+SPARE_LOGITS = 64  # of a step, for drafts or scored prompts, beside one for each row
+
 
 def no_ids() -> Int32Array:
     return np.empty(0, dtype=np.int32)
@@ -57,15 +62,16 @@ NO_TRANSFERS = TransferArrays(*[no_ids()] * 6)
 class ScheduledBatch:
     """One step, as columns that must not be written.
 
-    n rows: decode rows (one token) first, then longer chunks. Row i computes positions
-    ``[start_positions[i], start_positions[i] + num_scheduled_tokens[i])``.
+    n entries: decodes (one token) first, then longer chunks. Entry i computes positions
+    ``[start_positions[i], start_positions[i] + num_scheduled_tokens[i])`` of its row. A row with k draft tokens has
+    k more decodes, at the positions after its first, each with a draft as input.
     """
 
     step_id: int
     rows: Int32Array  # [n]
     start_positions: Int32Array  # [n] tokens with KV in the cache
     num_scheduled_tokens: Int32Array  # [n]
-    samples: BoolArray  # [n] true if the chunk reaches the last token
+    samples: BoolArray  # [n] true if the chunk reaches the last token, or a draft
     num_decodes: int
     num_tokens: int  # sum of num_scheduled_tokens
     new_rows: tuple[NewRow, ...] = ()
@@ -78,6 +84,7 @@ class ScheduledBatch:
     bucket: str = ""  # of requests without text
     lora_slots: Int32Array = field(default_factory=no_ids)  # [n] or `NO_SLOT`; empty: no row has an adapter
     lora_loads: tuple[LoraLoad, ...] = ()  # before the forward pass
+    draft_tokens: Int32Array = field(default_factory=no_ids)  # [n] input, `TO_DRAFT` or `NO_DRAFT`; empty: no drafts
 
 
 class RowError(Exception):
@@ -90,22 +97,42 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Tokens and log-probabilities of a step, aligned with the rows of its `ScheduledBatch`."""
+    """Tokens and log-probabilities of a step, aligned with the entries of its `ScheduledBatch`."""
 
     NOT_SAMPLED = -1
     NOT_FINITE = -2
 
     step_id: int
-    token_ids: Int32Array  # [n] NOT_SAMPLED for rows without a sample, NOT_FINITE for non-finite logits
+    token_ids: Int32Array  # [n] NOT_SAMPLED for entries without a sample, NOT_FINITE for non-finite logits
     logprobs: dict[int, TopLogprobs] | None = None  # by index into the batch; only rows that asked
     prompt_logprobs: dict[int, list[TopLogprobs]] | None = None  # of the tokens after the chunk, by index
     pooled: dict[int, Float32Array] | None = None  # [hidden_size] of the chunk, by index
     launch: Launch = "eager"
+    draft_tokens: Int32Array | None = None  # [n] of a batch with `TO_DRAFT`: what the runner drafted
+
+
+def follow_drafts(agrees: BoolArray, draft_tokens: Int32Array) -> BoolArray:
+    """Return which entries count [n]: those that agree, as do all before them in their row."""
+    is_first = draft_tokens == NO_DRAFT
+    misses = np.cumsum(~agrees & ~is_first)
+    firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
+    followed: BoolArray = misses == misses[firsts]
+    return followed
+
+
+def accepted(draft_tokens: Int32Array, token_ids: Int32Array) -> BoolArray:
+    """Return which entries' tokens are those that plain decodes would sample [n].
+
+    A draft is accepted if it, and every draft before it in its row, is the token sampled at the entry before.
+    """
+    agrees = np.zeros(len(token_ids), dtype=np.bool_)
+    agrees[1:] = draft_tokens[1:] == token_ids[:-1]
+    return follow_drafts(agrees, draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    requests: list[Request]
+    requests: list[Request]  # a row with accepted drafts repeats its request
     token_ids: Int32Array  # one for each of `requests`
     logprobs: dict[int, TopLogprobs] | None  # by index into `requests`
     finished: list[Request]

@@ -28,10 +28,12 @@ StrategyName = Literal["continuous", "static", "dynamic", "predictive", "hybrid"
 PreemptionMode = Literal["auto", "recompute", "swap"]
 MaxModelLen = int | Literal["auto"]
 Kind = Literal["text", "one_shot", "iterative"]
+SpeculationMethod = Literal["none", "prompt_lookup", "first_layers", "draft_model", "eagle3"]
 
 REMOTE = "triton"  # adapter of models that another backend serves
 MODEL_NOT_SET = "model is not set: give a folder or a Hugging Face id"
 BLOCK_SIZES = (16, 32, 64, 128)
+MAX_DRAFT_TOKENS = 32  # of a row in a step
 _AT_LEAST_ONE = (
     "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens", "predictor_prior_tokens",
     "long_prefill_token_threshold", "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks",
@@ -54,6 +56,8 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     "pressure_memory": (0.01, 1.0),
     "pressure_latency_ms": (0.01, 60_000.0),
     "max_lora_rank": (1, 256),
+    "num_speculative_tokens": (1, MAX_DRAFT_TOKENS),
+    "num_draft_layers": (1, None),
     "device_slice_ms": (0.0, 60_000.0),
     "device_weight": (0.01, 100.0),
     "device_memory_share": (0.01, 1.0),
@@ -145,6 +149,12 @@ class EngineConfig(SchedulingSettings):
     # steps
     enforce_eager: bool = False  # run without CUDA graphs; no effect on a CPU
     async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
+
+    # speculation
+    speculation: SpeculationMethod = "none"  # what drafts tokens that the model then checks, several in a step
+    num_speculative_tokens: int = 8  # most drafts of a row in a step; fewer, or none, where they do not pay
+    draft_model: str = ""  # folder of the draft model, or of the EAGLE-3 head
+    num_draft_layers: int | None = None  # first_layers: layers that draft; none: a quarter of the model's
 
     # one-shot models
     kind: Kind = "text"  # set by the backend if `adapter`, or the model's file, says so
@@ -338,7 +348,8 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
     "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
     "target_tpot_ms", "tensor_parallel_size", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
-    "lora_dir", "lora_modules", "lora_limits",
+    "lora_dir", "lora_modules", "lora_limits", "speculation", "num_speculative_tokens", "draft_model",
+    "num_draft_layers",
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})

@@ -9,6 +9,7 @@ Everything runs on the caller's thread, without sockets.
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 import weakref
@@ -259,12 +260,14 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _deliver(self, outputs: StepOutputs) -> None:
         logprobs, token_ids = outputs.logprobs or {}, outputs.token_ids.tolist()
-        for position, (request, token_id) in enumerate(zip(outputs.requests, token_ids, strict=True)):
-            self._push(request, [token_id], logprobs.get(position))
+        for request, group in itertools.groupby(range(len(token_ids)), outputs.requests.__getitem__):
+            positions = list(group)
+            entries = [logprobs[position] for position in positions if position in logprobs]
+            self._push(request, [token_ids[position] for position in positions], entries or None)
         for request in outputs.finished:
             self._push(request, [])
 
-    def _push(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
+    def _push(self, request: Request, token_ids: list[int], logprobs: list[TopLogprobs] | None = None) -> None:
         found = self._open.get(request.request_id)
         if found is None:
             return

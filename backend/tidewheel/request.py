@@ -137,6 +137,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # digests of full blocks, extended on demand
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # prompt tokens cached at the start
+    num_draft_tokens: int = field(default=0, init=False)
+    num_accepted_draft_tokens: int = field(default=0, init=False)  # of num_draft_tokens
     keeps_full_weights: bool = field(default=False, init=False)  # in its steps; set when it begins to wait
     has_quantized_hashes: bool = field(default=False, init=False)  # `block_hashes` are of quantised weights
     num_reused_blocks: int = field(default=0, init=False)

@@ -103,6 +103,9 @@ class EngineStats(msgspec.Struct):
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0  # rows of steps that had drafts
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0  # of num_draft_tokens
     step_seconds: float = 0.0
     turn_wait_seconds: float = 0.0  # for other engines of the device
     busy_fraction: float = 0.0  # since the last snapshot

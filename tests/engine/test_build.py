@@ -126,4 +126,6 @@ def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:
         for field in dataclasses.fields(SchedulerConfig)
         if field.default is not dataclasses.MISSING and getattr(changed, field.name) == field.default
     }
-    assert default == {"least_cut_tokens", "max_inflight_steps", "takes_turns", "watermark"}
+    assert default == {
+            "least_cut_tokens", "max_inflight_steps", "num_speculative_tokens", "speculation", "takes_turns", "watermark",
+        }  # fmt: skip

@@ -131,7 +131,7 @@ def test_tokens_are_those_of_the_definition(
     requests: list[Request], engine: dict[str, Any], fails_at: set[int], min_scores: int
 ) -> None:
     """Rows are shared out anew, preempted and come back, and a step may run out of memory and be run again."""
-    with mock.patch.object(controllers, "MIN_SCORES", min_scores):
+    with mock.patch.object(controllers, "SPARE_LOGITS", min_scores):
         Engine(fails_at=tuple(fails_at), **engine).run(requests)
     for item in requests:
         check_prompt_logprobs(item)

@@ -134,6 +134,9 @@ def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
         max_loras=config.max_loras if config.enable_lora else 0,
         lora_limits=parse_tenants(config.lora_limits, "lora_limits"),
         swap_seconds_per_block=info.swap_seconds_per_block,
+        speculation=config.speculation,
+        num_speculative_tokens=config.num_speculative_tokens,
+        decode_seconds=info.decode_seconds,
     )
 
 

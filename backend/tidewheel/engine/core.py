@@ -9,7 +9,16 @@ from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from tidewheel.batch import NO_TRANSFERS, BoolArray, RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
+from tidewheel.batch import (
+    NO_DRAFT,
+    NO_TRANSFERS,
+    BoolArray,
+    RowError,
+    SampledTokens,
+    ScheduledBatch,
+    StepOutputs,
+    no_ids,
+)
 from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
@@ -183,7 +192,7 @@ class EngineCore:
         for _ in range(MAX_GIVEN_UP):
             is_culprit = batch.rows == error.row if isinstance(error, RowError) else keep * batch.num_scheduled_tokens
             culprit = int(np.argmax(is_culprit))
-            keep[culprit] = False
+            keep[batch.rows == batch.rows[culprit]] = False  # a row with drafts repeats
             self._give_up(int(batch.rows[culprit]), error)
             if not keep.any():
                 self.scheduler.loras.discard_loads(batch.lora_loads)
@@ -240,6 +249,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
         num_scheduled_tokens=batch.num_scheduled_tokens[keep],
         samples=batch.samples[keep],
         lora_slots=batch.lora_slots[keep] if len(batch.lora_slots) else batch.lora_slots,
+        draft_tokens=batch.draft_tokens[keep] if len(batch.draft_tokens) else batch.draft_tokens,
         num_decodes=int(keep[: batch.num_decodes].sum()),
         num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
         transfers=NO_TRANSFERS,
@@ -249,11 +259,20 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
 def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
     token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
     token_ids[keep] = tokens.token_ids
+    drafts = tokens.draft_tokens
+    if drafts is not None:
+        drafts = np.full(len(keep), NO_DRAFT, dtype=np.int32)
+        drafts[keep] = tokens.draft_tokens
     indices = np.flatnonzero(keep).tolist()
 
     def moved(by_index: dict[int, T] | None) -> dict[int, T] | None:
         return by_index and {indices[index]: value for index, value in by_index.items()}
 
     return SampledTokens(
-        batch.step_id, token_ids, moved(tokens.logprobs), moved(tokens.prompt_logprobs), moved(tokens.pooled)
+        batch.step_id,
+        token_ids,
+        moved(tokens.logprobs),
+        moved(tokens.prompt_logprobs),
+        moved(tokens.pooled),
+        draft_tokens=drafts,
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -152,8 +153,11 @@ class FrontEnds:
             front_end.unsent_tokens.append(messages.NewTokens.of(keys, outputs.token_ids[positions]))
             front_end.num_unsent += len(keys)
         logprobs = outputs.logprobs or {}
-        for index in sorted({*self._layout.others, *ended}):
-            self._deliver_delta(outputs.requests[index], [int(outputs.token_ids[index])], logprobs.get(index))
+        apart = sorted({*self._layout.others, *ended})
+        for request, group in itertools.groupby(apart, outputs.requests.__getitem__):
+            indices = list(group)
+            entries = [logprobs[index] for index in indices if index in logprobs]
+            self._deliver_delta(request, outputs.token_ids[indices].tolist(), entries or None)
 
     def _lay_out(self, requests: list[Request]) -> _Layout:
         columns: dict[bytes, tuple[FrontEnd, list[int], list[int]]] = {}
@@ -163,7 +167,9 @@ class FrontEnds:
             if route is None:
                 continue
             sampling = request.sampling
-            if not route.is_only or request.bucket or (sampling.logprobs, sampling.prompt_logprobs) != (None, None):
+            is_single = request not in (*requests[max(index - 1, 0) : index], *requests[index + 1 : index + 2])
+            has_logprobs = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
+            if not route.is_only or request.bucket or has_logprobs or not is_single:
                 others.append(index)
                 continue
             _, positions, keys = columns.setdefault(route.front_end.identity, (route.front_end, [], []))
@@ -172,7 +178,9 @@ class FrontEnds:
         arrays = [(to, np.array(at, np.intp), np.array(keys, np.int64)) for to, at, keys in columns.values()]
         return _Layout(requests, arrays, others)
 
-    def _deliver_delta(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
+    def _deliver_delta(
+        self, request: Request, token_ids: list[int], logprobs: list[TopLogprobs] | None = None
+    ) -> None:
         route = self._routes.get(request.request_id)
         if route is None:
             return

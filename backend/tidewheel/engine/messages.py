@@ -247,12 +247,12 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of(
-        cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
+        cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: list[TopLogprobs] | None = None
     ) -> Delta:
         """Return new tokens of a sequence with its result, or, if shared memory has room, with a preview."""
-        sent, prompt = None if logprobs is None else [logprobs], _unsent_prompt_logprobs(request)
+        prompt = _unsent_prompt_logprobs(request)
         if request.finish_reason is None and request.outputs is None:  # of each row in each step: 0.3 us
-            return cls(key, token_ids, "", None, sent, None, index, prompt)
+            return cls(key, token_ids, "", None, logprobs, None, index, prompt)
         is_last = request.finish_reason is not None
         if request.finish_reason is FinishReason.DEADLINE and request.progress is not None:
             request.outputs = request.progress.deadline_outputs()
@@ -269,7 +269,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             token_ids,
             finish_reason=str(request.finish_reason or ""),
             error=None if error is None else ErrorInfo.of(error),
-            logprobs=sent,
+            logprobs=logprobs,
             stats=RequestStats.of(request) if is_last else None,
             index=index,
             prompt_logprobs=prompt,

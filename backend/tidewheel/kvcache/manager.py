@@ -165,6 +165,13 @@ class KVCacheManager:
             self._tables[row].append(block_id)
         return new_blocks
 
+    def trim(self, row: int, num_blocks: int) -> None:
+        """Free all but the first blocks of a row, which have no hash yet and which no step in flight uses."""
+        table = self._tables[row]
+        if len(table) > num_blocks:
+            self._pool.free(table[num_blocks:][::-1])
+            del table[num_blocks:]
+
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
         if self.prefixes.is_enabled and row not in self.transfers.arrivals:
             self._seal(row, request, num_computed_tokens // self.block_size)

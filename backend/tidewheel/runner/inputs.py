@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidewheel.batch import Int32Array, Int64Array, ScheduledBatch
+from tidewheel.batch import SPARE_LOGITS, Int32Array, Int64Array, ScheduledBatch, no_ids
 from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel_kernels import AttentionMetadata, TokenHistory
 from tidewheel_kernels.attention.metadata import HostInts
@@ -38,7 +38,7 @@ Ints = TypeVar("Ints")
 
 
 class StepInputs(NamedTuple, Generic[Longs, Ints]):
-    """Device arrays (int64, int32) of a step of T tokens in n rows, S of which sample."""
+    """Device arrays (int64, int32) of a step of T tokens in n entries, S of which sample."""
 
     token_indices: Longs  # [T] index into the flat token table
     positions: Longs  # [T]
@@ -92,7 +92,7 @@ class RowTable:
         )
         self._tokens = tokens if shares_memory else None
         self._flat_tokens = self._device_tokens.view(-1)
-        self._padding = self.padding(max_num_seqs)
+        self._padding = self.padding(max_num_seqs + SPARE_LOGITS)
 
     def padding(self, size: int, num_tokens: int | None = None) -> HostInputs:
         first = self._max_num_seqs * self._width
@@ -116,13 +116,22 @@ class RowTable:
         if self._tokens is not None:
             for new in batch.new_rows:
                 self._tokens[new.row, : len(new.token_ids)] = new.token_ids
+            if len(batch.draft_tokens):
+                self._tokens[*_draft_places(batch)] = batch.draft_tokens[batch.draft_tokens >= 0]
             return ()
-        if not batch.new_rows and not len(batch.block_rows):
+        if not batch.new_rows and not len(batch.block_rows) and not len(batch.draft_tokens):
             return ()
         flat = batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices
         prompts = [new.token_ids for new in batch.new_rows]
+        draft_rows, positions = _draft_places(batch)
         # Read back: duplicate indices get one value in any order of writes.
-        return flat, self._blocks[places], np.concatenate(prompts) if prompts else np.empty(0, dtype=np.int32)
+        return (
+            flat,
+            self._blocks[places],
+            np.concatenate(prompts) if prompts else no_ids(),
+            draft_rows.astype(np.int64) * self._width + positions,
+            batch.draft_tokens[batch.draft_tokens >= 0],
+        )
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
         if batch.num_tokens == len(batch.rows) and batch.samples.all():
@@ -179,7 +188,7 @@ class RowTable:
     def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
         if not sent:
             return
-        places, block_ids, token_ids = sent
+        places, block_ids, token_ids, draft_places, draft_tokens = sent
         if places.shape[0]:
             self._device_blocks.view(-1).index_copy_(0, places, block_ids)
         first = 0
@@ -187,6 +196,8 @@ class RowTable:
             count = len(new.token_ids)
             self._device_tokens[new.row, :count].copy_(token_ids[first : first + count])
             first += count
+        if draft_places.shape[0]:
+            self._flat_tokens.index_copy_(0, draft_places, draft_tokens)
 
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
         """Return the rows' block ids [n, max_blocks] int32."""
@@ -212,6 +223,14 @@ class RowTable:
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store sampled tokens; a negative id, whose request fails, as 0."""
         self._flat_tokens.index_copy_(0, indices, token_ids.clamp(min=0).int())
+
+
+def _draft_places(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:
+    """Return rows and positions of known drafts [d]."""
+    if not len(batch.draft_tokens):
+        return no_ids(), no_ids()
+    is_draft = batch.draft_tokens >= 0
+    return batch.rows[is_draft], batch.start_positions[is_draft]
 
 
 def share_memory(groups: Groups) -> DeviceArrays:

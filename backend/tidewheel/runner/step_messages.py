@@ -20,7 +20,7 @@ from tidewheel.sampling import SamplingParams
 
 _COLUMNS = (
     "rows", "start_positions", "num_scheduled_tokens", "freed_rows", "block_rows", "block_indices", "block_ids",
-    "lora_slots",
+    "lora_slots", "draft_tokens",
 )  # fmt: skip
 RowMessage = tuple[int, bytes, int, Pooling, SamplingParams]  # row, tokens, prompt's length
 

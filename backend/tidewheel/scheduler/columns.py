@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array, RowArray, WeightVariant
+from tidewheel.config import MAX_DRAFT_TOKENS
 from tidewheel.errors import require
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import FULL, QUANTIZED, Request, RequestState
@@ -17,7 +18,7 @@ NEVER = -np.inf
 NO_STOP = -1  # padding
 PACE_AIM = 0.97  # of times per output token, for errors of predicted steps
 PATIENCE = 10.0  # of a decoding row, in times per output token of others
-NUM_RECENT = 128  # tokens before write-back
+NUM_RECENT = 128  # steps before write-back
 ALL_PURE = np.iinfo(np.int32).max
 _NO_ROWS: RowArray = np.empty(0, np.intp)
 
@@ -65,7 +66,9 @@ class RowColumns:
         self.variants_hashed: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # one of them
         self.num_pure_tokens = _int32(num_rows)  # leading tokens of the weights that the hashes name
         self.num_recent = _int32(num_rows)
-        self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)
+        self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT + MAX_DRAFT_TOKENS), dtype=np.int32)
+        self.num_draft_tokens = _int32(num_rows)
+        self.num_accepted_draft_tokens = _int32(num_rows)  # of these
         self._requests = np.full(num_rows, None, dtype=object)
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)
         self._last_requests: list[Request] = []
@@ -100,7 +103,7 @@ class RowColumns:
         self._set_stop_ids(row, request.stop_token_ids)
         self._requests[row] = request
         self._last_rows, self._last_requests = self._last_rows[:0], []
-        self.num_recent[row] = 0
+        self.num_recent[row] = self.num_draft_tokens[row] = self.num_accepted_draft_tokens[row] = 0
         self.num_entered_tokens[row] = request.num_tokens
         self.num_shared_slots[row] = len(hit.block_ids) * block_size
         self.classes[row] = service_class
@@ -144,6 +147,8 @@ class RowColumns:
         if self.last_token_times[row] > NEVER:
             request.last_token_time = float(self.last_token_times[row])
         request.variants_used = int(self.variants_used[row])
+        request.num_draft_tokens += int(self.num_draft_tokens[row])
+        request.num_accepted_draft_tokens += int(self.num_accepted_draft_tokens[row])
         request.row = -1
         self._requests[row] = None
         self._last_rows, self._last_requests = self._last_rows[:0], []
@@ -194,8 +199,8 @@ class RowColumns:
         return decode_rows, starts.take(decode_rows), (missing > 1).nonzero()[0]
 
     def reserve(self, step_id: int, rows: RowArray, num_scheduled_tokens: Int32Array, samples: BoolArray) -> None:
-        self.num_inflight_tokens[rows] += num_scheduled_tokens
-        self.num_inflight_samples[rows] += samples
+        np.add.at(self.num_inflight_tokens, rows, num_scheduled_tokens)  # a row with drafts repeats
+        np.add.at(self.num_inflight_samples, rows, samples.astype(np.int32))
         self.last_step[rows] = step_id
 
     def note_weights(self, rows: RowArray, starts: Int32Array, weights: WeightVariant) -> RowArray:
@@ -204,7 +209,7 @@ class RowColumns:
         self.variants_used[rows] |= variant
         is_new = (self.variants_hashed.take(rows) != variant) & (self.num_pure_tokens.take(rows) > starts)
         mixed: RowArray = rows[is_new]
-        self.num_pure_tokens[mixed] = starts[is_new]
+        self.num_pure_tokens[mixed[::-1]] = starts[is_new][::-1]  # of a repeated row, the first start
         return mixed
 
     def num_cacheable_tokens(self, row: int) -> int:
@@ -227,14 +232,17 @@ class RowColumns:
         due = self.first_token_times[rows] + np.where(paced, self.tpots[rows], 0.0) * num_output
         return np.where(paced, np.maximum(due, last - patience), last + patience)
 
-    def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
-        num_tokens = self.num_tokens.take(rows) + 1
+    def append_tokens(self, rows: RowArray, tokens: Int32Array, num_tokens: Int32Array, now: float) -> list[Request]:
+        """Append tokens [n], the `num_tokens`-th [n] of their rows; a row may repeat, in order of its tokens.
+
+        Return the request of each token.
+        """
+        num_recent = self.num_recent.take(rows) + num_tokens - self.num_tokens.take(rows)
+        self._recent[rows, num_recent - 1] = tokens
+        self.num_recent[rows] = num_recent
         self.num_tokens[rows] = num_tokens
         self.num_inflight_samples[rows] -= 1
         self.last_token_times[rows] = now
-        num_recent = self.num_recent.take(rows)
-        self._recent[rows, num_recent] = tokens
-        self.num_recent[rows] = num_recent + 1
         requests = self.requests(rows)
         for index in (num_tokens == self.num_prompt_tokens.take(rows) + 1).nonzero()[0].tolist():
             requests[index].first_token_time = now
@@ -251,7 +259,7 @@ class RowColumns:
             require(request.row == row and request.state is RequestState.RUNNING, f"{request} is not in row {row}")
             num_tokens = request.num_tokens + int(self.num_recent[row])
             require(int(self.num_tokens[row]) == num_tokens, f"{request} has {self.num_tokens[row]} tokens")
-            require(int(self.num_recent[row]) <= NUM_RECENT, f"{request} has too many recent tokens")
+            require(int(self.num_recent[row]) <= self._recent.shape[1], f"{request} has too many recent tokens")
         start = self.num_computed_tokens + self.num_inflight_tokens
         known = self.num_tokens + self.num_inflight_samples
         for name, holds in (

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidewheel.config import SchedulingSettings
@@ -20,6 +20,9 @@ class SchedulerConfig(SchedulingSettings):
     max_loras: int = 0  # slots of adapters; 0: no request has one
     lora_limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # rates by adapter
     swap_seconds_per_block: float | None = None  # one way; None: no host tier
+    speculation: str = "none"
+    num_speculative_tokens: int = 8
+    decode_seconds: Sequence[tuple[int, float]] = ()  # of steps by number of decodes, measured at load
 
     @property
     def num_rows(self) -> int:

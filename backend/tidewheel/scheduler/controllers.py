@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import RowArray, ScheduledBatch
+from tidewheel.batch import SPARE_LOGITS, RowArray, ScheduledBatch
 from tidewheel.request import Priority
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
@@ -16,7 +16,6 @@ from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
 from tidewheel.scheduler.strategy import STRATEGIES, JoinView
 
 MIN_TOKEN_BUDGET = 16
-MIN_SCORES = 64
 KV_HIGH = 0.90
 KV_GOAL = 0.85
 KV_LOW = 0.80
@@ -216,7 +215,7 @@ class StepControl:
             config.long_prefill_token_threshold or config.max_num_batched_tokens,
             min(self.max_num_seqs, num_rows),
             max_joins,
-            max(MIN_SCORES, num_rows - num_running),  # memory was measured with logits for every row
+            max(SPARE_LOGITS, num_rows - num_running),  # memory was measured with logits for every row
             self._keep_free,
             slice_s,
             max_decodes,
@@ -254,6 +253,8 @@ class StepControl:
         if state.turns is not None and step.turn is not None:
             state.turns.pay(step.turn, batch.num_tokens, seconds)
         state.step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
+        if state.speculation is not None:
+            state.speculation.observe_step(batch, seconds)
         if state.columns.num_paced:
             self._paced_time.observe(batch.num_tokens, seconds, now)
         num_started_tokens = sum([request.num_prompt_tokens for request in step.started])

@@ -21,6 +21,7 @@ from tidewheel.scheduler.cache_pressure import GrowthForecast, free_blocks_to_gr
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.shape_turns import ShapeTurns, Turn
+from tidewheel.scheduler.speculation import Speculation
 from tidewheel.scheduler.state import BlockedRequest, SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 
@@ -61,6 +62,8 @@ class StepPlanner:
             self._plan_prompts(chunk_rows)
         else:
             self._plan_turn(state.turns, decode_rows, decode_starts)
+        if state.speculation is not None and plan.has_decodes_alone and not state.in_flight:
+            self._plan_drafts(state.speculation)
         num_grown = len(plan.growing_rows)
         self._grow()
         state.blocked = self._blocked and self._blocked._replace(
@@ -122,7 +125,7 @@ class StepPlanner:
             stays = columns.running[rows] & ~np.isin(rows, sitting_out)
             rows, starts, full = rows[stays], starts[stays], full[stays]
         plan.num_sitting_out = num_late
-        plan.set_decodes(rows, starts, rows[full])
+        plan.set_decodes(rows, starts, full)
 
     def _most_urgent(self, rows: RowArray, starts: Int32Array, most: int) -> tuple[RowArray, Int32Array, int]:
         """Return the rows that decode in the step, their positions, and the number of other rows that need a block.
@@ -136,17 +139,28 @@ class StepPlanner:
         num_full = np.count_nonzero(starts[~is_chosen] >= columns.num_slots[rows[~is_chosen]])
         return rows[is_chosen], starts[is_chosen], int(num_full)
 
+    def _plan_drafts(self, speculation: Speculation) -> None:
+        """Add drafts to a step of decodes alone; drafts preempt no row."""
+        state, plan, columns = self._state, self._plan, self._state.columns
+        rows, starts, block_size = plan.decode_rows, plan.decode_starts, state.kv.block_size
+        num_left = columns.max_num_tokens.take(rows) - starts - 2  # after the token of the step
+        budget = min(plan.token_budget, plan.limits.max_scores)
+        counts = speculation.choose(rows, num_left, budget)
+        num_slots = columns.num_slots.take(rows)
+        num_blocks = int(((starts + counts - num_slots) // block_size + 1).clip(0).sum())
+        if counts.any() and num_blocks + plan.num_sitting_out <= state.kv.num_free_blocks:
+            plan.add_drafts(speculation.drafts(rows, counts), num_slots, block_size)
+
     def _grow(self) -> None:
         state, plan, rows = self._state, self._plan, self._plan.growing_rows
         if not len(rows):
             return
-        columns, block_size = state.columns, state.kv.block_size
-        num_slots = columns.num_slots.take(rows)
+        starts, block_size = plan.growing_starts, state.kv.block_size
         blocks = state.kv.grow(rows.tolist())
         if blocks is None:
             raise InternalError(f"admission left no blocks for {len(rows)} rows that grow")
-        plan.add_blocks(rows.tolist(), (num_slots // block_size).tolist(), blocks)
-        columns.num_slots[rows] = num_slots + block_size
+        plan.add_blocks(rows.tolist(), (starts // block_size).tolist(), blocks)
+        state.columns.num_slots[rows] = starts + block_size
 
     def _plan_prompts(self, rows: RowArray) -> None:
         state, plan, columns = self._state, self._plan, self._state.columns

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Int32Array, RowArray, SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.batch import BoolArray, Int32Array, RowArray, SampledTokens, ScheduledBatch, StepOutputs, accepted
 from tidewheel.errors import DeadlineExceeded, InternalError, InvalidRequest, NumericError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
@@ -22,6 +22,7 @@ from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.planner import StepPlanner
+from tidewheel.scheduler.speculation import Proposer
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import InFlightStep, StepPlan
 from tidewheel.stats import EngineStats
@@ -151,7 +152,7 @@ class Scheduler:
         Cut it to `slice_s` seconds, but not below what each row needs.
         """
         state = self._state
-        if len(state.in_flight) >= self.max_inflight_steps:
+        if len(state.in_flight) >= self.max_inflight_steps or state.awaits_tokens():
             return None
         self._now = state.kv.sessions.now = state.loras.now = now
         state.reclassify_due(now)
@@ -173,9 +174,8 @@ class Scheduler:
         rows = batch.rows.astype(np.intp)
         batch = state.loras.with_slots(self._control.choose_weights(batch, rows), rows)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
-        state.in_flight.append(
-            InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started, plan.turn)
-        )
+        epochs, has_drafts = state.columns.epochs.take(rows), len(batch.draft_tokens) > 0
+        state.in_flight.append(InFlightStep(step_id, rows, epochs, now, plan.started, plan.turn, has_drafts))
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
         state.stats.step_tokens.observe(batch.num_tokens)
@@ -193,6 +193,10 @@ class Scheduler:
         outputs = _commit_step(state, batch, step, sampled, now)
         self._control.observe_step(step, batch, now)
         return outputs
+
+    def use_proposer(self, proposer: Proposer) -> None:
+        """Take drafts from another proposer, while no request is unfinished."""
+        self._state.use_proposer(proposer)
 
     def stats(self) -> EngineStats:
         state, control = self._state, self._control
@@ -248,9 +252,42 @@ def _check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 def _commit_step(
     state: SchedulerState, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, now: float
 ) -> StepOutputs:
-    columns = state.columns
-    ended = _fail_not_finite(state, step, sampled, now)
-    live = columns.epochs.take(step.rows) == step.epochs
+    columns, speculation = state.columns, state.speculation
+    follows = _following(columns, batch, step, sampled) if step.has_drafts else np.ones(len(step.rows), np.bool_)
+    ended = _fail_not_finite(state, step, sampled, follows, now)
+    live = follows & (columns.epochs.take(step.rows) == step.epochs)
+    _keep_of_prompts(columns, batch, step, sampled, live)
+    rows, starts, counts = step.rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
+    columns.num_computed_tokens[rows] = starts + counts
+    columns.num_inflight_tokens[rows] -= counts
+    for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
+        row = int(rows[index])
+        # blocks of output are published at the end
+        num_computed_tokens = min(columns.num_cacheable_tokens(row), int(columns.num_entered_tokens[row]))
+        state.kv.commit(row, columns.request(row), num_computed_tokens)
+    sampling = live & batch.samples
+    rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
+    num_tokens = (batch.start_positions + batch.num_scheduled_tokens + 1)[sampling]
+    requests = columns.append_tokens(rows, tokens, num_tokens, now)
+    if step.has_drafts:
+        state.settle_drafts(rows)
+    columns.write_back_some(batch.step_id)
+    if speculation is not None:
+        speculation.observe(batch, rows, tokens, follows)
+    _charge_tenants(state, rows)
+    for index, reason in _find_endings(columns, rows, tokens, num_tokens):
+        request = requests[index]
+        request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
+        state.end(request, reason, now)
+        ended.append(request)
+    if speculation is not None:
+        speculation.propose()
+    return StepOutputs(requests, tokens, _select(sampled.logprobs, sampling), ended)
+
+
+def _keep_of_prompts(
+    columns: RowColumns, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, live: BoolArray
+) -> None:
     for index, states in (sampled.pooled or {}).items():
         if live[index]:
             columns.request(int(step.rows[index])).pool(int(batch.start_positions[index]), states)
@@ -258,32 +295,27 @@ def _commit_step(
         if live[index]:
             kept = columns.request(int(step.rows[index])).prompt_logprobs
             kept += entries[len(kept) - int(batch.start_positions[index]) :]
-    rows, starts, counts = step.rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
-    columns.num_computed_tokens[rows] = starts + counts
-    columns.num_inflight_tokens[rows] -= counts
-    for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
-        row = int(rows[index])
-        # blocks of output are published at the end
-        state.kv.commit(row, columns.request(row), columns.num_cacheable_tokens(row))
-    sampling = live & batch.samples
-    rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
-    requests = columns.append_tokens(rows, tokens, now)
-    columns.write_back_some(batch.step_id)
+
+
+def _charge_tenants(state: SchedulerState, rows: RowArray) -> None:
     if state.virtual_counters is not None:
-        num_tokens = np.bincount(columns.tenant_ids.take(rows))
+        num_tokens = np.bincount(state.columns.tenant_ids.take(rows))
         for tenant_id in num_tokens.nonzero()[0].tolist():
-            state.virtual_counters.charge(columns.tenant_names[tenant_id], 0, int(num_tokens[tenant_id]))
-    for index, reason in _find_endings(columns, rows, tokens):
-        request = requests[index]
-        request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
-        state.end(request, reason, now)
-        ended.append(request)
-    return StepOutputs(requests, tokens, _select(sampled.logprobs, sampling), ended)
+            state.virtual_counters.charge(state.columns.tenant_names[tenant_id], 0, int(num_tokens[tenant_id]))
 
 
-def _fail_not_finite(state: SchedulerState, step: InFlightStep, sampled: SampledTokens, now: float) -> list[Request]:
+def _following(columns: RowColumns, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens) -> BoolArray:
+    """Return which entries count [n]: those whose drafts are accepted and that follow no stop token."""
+    drafts = batch.draft_tokens if sampled.draft_tokens is None else sampled.draft_tokens
+    stops = _are_stops(columns, step.rows, sampled.token_ids, batch.start_positions + 2)
+    return accepted(drafts, np.where(stops, SampledTokens.NOT_SAMPLED, sampled.token_ids))
+
+
+def _fail_not_finite(
+    state: SchedulerState, step: InFlightStep, sampled: SampledTokens, follows: BoolArray, now: float
+) -> list[Request]:
     failed = []
-    for index in (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0].tolist():
+    for index in ((sampled.token_ids == SampledTokens.NOT_FINITE) & follows).nonzero()[0].tolist():
         row = int(step.rows[index])
         if state.columns.epochs[row] != step.epochs[index]:
             continue
@@ -309,16 +341,20 @@ def _no_token(request: Request) -> TidewheelError:
     )
 
 
-def _find_endings(columns: RowColumns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
-    num_tokens = columns.num_tokens.take(rows)
-    is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
-    is_last = num_tokens >= columns.max_num_tokens.take(rows)
-    endings = []
-    for index in (is_stop | is_last).nonzero()[0].tolist():
-        stops = is_stop[index] and num_tokens[index] >= columns.min_num_tokens[rows[index]]
-        if stops or is_last[index]:
-            endings.append((index, FinishReason.STOP if stops else FinishReason.LENGTH))
-    return endings
+def _find_endings(
+    columns: RowColumns, rows: RowArray, tokens: Int32Array, num_tokens: Int32Array
+) -> list[tuple[int, FinishReason]]:
+    stops = _are_stops(columns, rows, tokens, num_tokens)
+    ends = stops | (num_tokens >= columns.max_num_tokens.take(rows))
+    return [
+        (index, FinishReason.STOP if stops[index] else FinishReason.LENGTH) for index in ends.nonzero()[0].tolist()
+    ]
+
+
+def _are_stops(columns: RowColumns, rows: RowArray, tokens: Int32Array, num_tokens: Int32Array) -> BoolArray:
+    """Return which tokens [n] end their rows; with it, a row has `num_tokens` [n]."""
+    is_stop: BoolArray = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
+    return is_stop & (num_tokens >= columns.min_num_tokens.take(rows))
 
 
 def _select(logprobs: dict[int, TopLogprobs] | None, sampling: BoolArray) -> dict[int, TopLogprobs] | None:

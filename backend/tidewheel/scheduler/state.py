@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from tidewheel.batch import RowArray
 from tidewheel.errors import require
 from tidewheel.event_heap import EventHeap, TimedEvent
 from tidewheel.kvcache.manager import KVCacheManager
@@ -13,10 +14,13 @@ from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import OutputPredictor, StepTime
+from tidewheel.scheduler.goodput import Goodput
 from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.scheduler.policy import POLICIES, rank_of
+from tidewheel.scheduler.prompt_lookup import PromptLookup
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.shape_turns import ShapeTurns
+from tidewheel.scheduler.speculation import Proposer, RunnerDrafts, Speculation
 from tidewheel.scheduler.step_plan import InFlightStep
 from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import BlockShortage
@@ -51,8 +55,16 @@ class SchedulerState:
         self.step_time = StepTime()
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.turns = ShapeTurns() if config.takes_turns else None
+        self.config = config
         self.columns = RowColumns(config.num_rows)
         self.loras = LoraSlots(config.max_loras, self.columns, self.stats)
+        self.speculation: Speculation | None = None
+        if config.speculation != "none":
+            most = config.num_speculative_tokens
+            is_lookup = config.speculation == "prompt_lookup"
+            self.use_proposer(
+                PromptLookup(config.num_rows, config.max_model_len, most) if is_lookup else RunnerDrafts(most)
+            )
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.deadlines = EventHeap[Request](_is_unfinished)
         self._soft_deadlines = EventHeap[Request](_is_unfinished)
@@ -70,6 +82,11 @@ class SchedulerState:
     @property
     def num_waiting(self) -> int:
         return len(self.requests) - self.columns.num_running
+
+    def use_proposer(self, proposer: Proposer) -> None:
+        most, step_seconds = self.config.num_speculative_tokens, self.config.decode_seconds
+        goodput = Goodput(self.columns.num_rows, most, step_seconds)
+        self.speculation = Speculation(proposer, goodput, most, self.columns, self.stats)
 
     def _configure(self, config: SchedulerConfig) -> None:
         self.config, self.policy = config, POLICIES[config.policy]
@@ -240,11 +257,29 @@ class SchedulerState:
         columns.enter(request, hit, len(blocks), kv.block_size, self._class_that_counts(request))
         if request.lora is not None:
             self.loras.enter(request, request.lora)
+        if self.speculation is not None:
+            self.speculation.enter(request)
         if request.followers:
             self.leaders[request.request_id] = request
         request.state = RequestState.RUNNING
         request.num_reused_blocks += len(hit.block_ids)
         return list(blocks)
+
+    def awaits_tokens(self) -> bool:
+        """Return whether the next step waits for the tokens of the steps in flight, because drafts follow them."""
+        if self.speculation is None or not self.in_flight:
+            return False
+        return self.in_flight[-1].has_drafts or self.speculation.is_worthwhile(self.columns.running.nonzero()[0])
+
+    def settle_drafts(self, rows: RowArray) -> None:
+        """Give back the blocks of rejected drafts after a step; a row may repeat."""
+        columns, block_size = self.columns, self.kv.block_size
+        columns.num_inflight_tokens[rows] = columns.num_inflight_samples[rows] = 0
+        for row in dict.fromkeys(rows.tolist()):
+            columns.write_back(row)
+            num_blocks = self.kv.num_blocks_for(int(columns.num_computed_tokens[row]))
+            self.kv.trim(row, num_blocks)
+            columns.num_slots[row] = num_blocks * block_size
 
     def preempt(self, row: int, now: float) -> None:
         request = self.columns.write_back(row)

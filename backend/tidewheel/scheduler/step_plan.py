@@ -5,10 +5,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, Int64Array, NewRow, RowArray, ScheduledBatch, TransferArrays
+from tidewheel.batch import (
+    NO_DRAFT,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    NewRow,
+    RowArray,
+    ScheduledBatch,
+    TransferArrays,
+)
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
 from tidewheel.scheduler.shape_turns import Turn
+from tidewheel.scheduler.speculation import Drafts
 
 
 class StepLimits(NamedTuple):
@@ -43,6 +53,7 @@ class InFlightStep(NamedTuple):
     scheduled_at: float  # seconds
     started: list[Request]
     turn: Turn | None = None
+    has_drafts: bool = False
 
 
 class StepPlan:
@@ -61,10 +72,12 @@ class StepPlan:
         self.encoder_tokens = 0  # of the requests that entered
         self.started: list[Request] = []
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
+        self.decode_starts = _ids([])
         self.growing_rows: RowArray = np.empty(0, dtype=np.intp)
+        self.growing_starts = _ids([])
         self.num_sitting_out = 0
         self.is_scarce = False  # only CRITICAL requests enter
-        self._decode_starts = _ids([])
+        self._draft_tokens = _ids([])
         self._chunks: list[StepChunk] = []
         self._cut: SplitChunk | None = None
         self._num_scores_left = limits.max_scores
@@ -77,10 +90,27 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not len(self.decode_rows) and not self._chunks
 
-    def set_decodes(self, rows: RowArray, starts: Int32Array, growing_rows: RowArray) -> None:
-        self.decode_rows, self._decode_starts = rows, starts
-        self.growing_rows = growing_rows
+    @property
+    def has_decodes_alone(self) -> bool:
+        return bool(len(self.decode_rows)) and not self._chunks
+
+    def set_decodes(self, rows: RowArray, starts: Int32Array, grows: BoolArray) -> None:
+        """Set rows that decode, their positions, and which of them need a block, [n] each."""
+        self.decode_rows, self.decode_starts = rows, starts
+        self.growing_rows, self.growing_starts = rows[grows], starts[grows]
         self.token_budget -= len(rows)
+
+    def add_drafts(self, drafts: Drafts, num_slots: Int32Array, block_size: int) -> None:
+        """Repeat each row of a step of decodes alone for its drafts. `num_slots` [n]: what the rows have."""
+        counts = drafts.counts + 1
+        firsts = np.cumsum(counts) - counts
+        places = np.arange(counts.sum(), dtype=np.int32) - np.repeat(firsts, counts).astype(np.int32)
+        starts = np.repeat(self.decode_starts, counts) + places
+        self._draft_tokens = np.full(len(starts), NO_DRAFT, dtype=np.int32)
+        self._draft_tokens[places > 0] = drafts.token_ids
+        grows = (starts >= np.repeat(num_slots, counts)) & (starts % block_size == 0)
+        self.token_budget += len(counts)
+        self.set_decodes(np.repeat(self.decode_rows, counts), starts, grows)
 
     def num_blocks_kept(self, num_running: int) -> int:
         return len(self.growing_rows) + self.num_sitting_out + (self.limits.keep_free if num_running else 0)
@@ -90,8 +120,9 @@ class StepPlan:
             return
         stays = ~np.isin(self.decode_rows, victims)
         self.token_budget += len(stays) - int(np.count_nonzero(stays))
-        self.decode_rows, self._decode_starts = self.decode_rows[stays], self._decode_starts[stays]
-        self.growing_rows = self.growing_rows[~np.isin(self.growing_rows, victims)]
+        self.decode_rows, self.decode_starts = self.decode_rows[stays], self.decode_starts[stays]
+        stays = ~np.isin(self.growing_rows, victims)
+        self.growing_rows, self.growing_starts = self.growing_rows[stays], self.growing_starts[stays]
 
     @property
     def chunk_ends(self) -> dict[int, int]:
@@ -137,7 +168,7 @@ class StepPlan:
         n = num_decodes + len(chunks)
         rows, starts = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int32)
         counts, samples = np.ones(n, dtype=np.int32), np.ones(n, dtype=np.bool_)
-        rows[:num_decodes], starts[:num_decodes] = self.decode_rows, self._decode_starts
+        rows[:num_decodes], starts[:num_decodes] = self.decode_rows, self.decode_starts
         for index, chunk in enumerate(chunks, num_decodes):
             rows[index], starts[index], counts[index], samples[index] = chunk
         return ScheduledBatch(
@@ -155,6 +186,7 @@ class StepPlan:
             block_ids=_ids(self._block_ids),
             transfers=transfers,
             bucket=self.bucket or "",
+            draft_tokens=self._draft_tokens,
         )
 
 

@@ -1,0 +1,148 @@
+"""Draft tokens: what a row's next tokens may be, checked by the model several in a step.
+
+A row with k drafts is computed at k + 1 positions. Draws are a function of (seed, position), so the tokens sampled
+there are those of plain steps as long as the drafts before them equal them (compare Leviathan et al., "Fast inference
+from transformers via speculative decoding", 2023, whose rule of acceptance draws anew).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tidewheel.batch import NO_DRAFT, TO_DRAFT, BoolArray, Int32Array, Int64Array, RowArray, ScheduledBatch
+from tidewheel.request import Request
+from tidewheel.scheduler.columns import RowColumns
+from tidewheel.scheduler.goodput import Goodput
+from tidewheel.stats import EngineStats
+
+ANY_BUDGET = 1 << 30
+
+
+class Proposals(NamedTuple):
+    """Drafts that could follow the known tokens of n rows."""
+
+    counts: Int32Array  # [n]
+    token_ids: Int32Array  # [n, most], `TO_DRAFT` where the runner drafts
+    kinds: Int32Array  # [n] in [0, NUM_KINDS): acceptance is estimated for each kind
+
+
+class Proposer(Protocol):
+    @property
+    def is_free(self) -> bool:
+        """Whether proposals cost next to no time: their acceptance is then also learned in steps without drafts."""
+
+    def enter(self, row: int, token_ids: Int32Array) -> None:
+        """Begin a row with all tokens of its request so far."""
+
+    def append(self, rows: RowArray, token_ids: Int32Array) -> None:
+        """Append known tokens [n] of rows; a row may repeat, in order of its tokens."""
+
+    def propose(self, rows: RowArray) -> Proposals:
+        """Propose what follows the known tokens of distinct rows."""
+
+
+class RunnerDrafts:
+    """Proposer of drafts that the runner makes on the device."""
+
+    is_free = False
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def enter(self, row: int, token_ids: Int32Array) -> None:
+        pass
+
+    def append(self, rows: RowArray, token_ids: Int32Array) -> None:
+        pass
+
+    def propose(self, rows: RowArray) -> Proposals:
+        n = len(rows)
+        token_ids = np.full((n, self._most), TO_DRAFT, dtype=np.int32)
+        return Proposals(np.full(n, self._most, dtype=np.int32), token_ids, np.zeros(n, dtype=np.int32))
+
+
+class Drafts(NamedTuple):
+    counts: Int32Array  # [n] of each row
+    token_ids: Int32Array  # [sum of counts], row by row
+
+
+class Speculation:
+    """Owner of the proposals that follow the known tokens of running rows."""
+
+    def __init__(
+        self, proposer: Proposer, goodput: Goodput, most: int, columns: RowColumns, stats: EngineStats
+    ) -> None:
+        num_rows = columns.num_rows
+        self._proposer = proposer
+        self._goodput = goodput
+        self._columns = columns
+        self._stats = stats
+        self._counts = np.zeros(num_rows, dtype=np.int32)
+        self._token_ids = np.zeros((num_rows, most), dtype=np.int32)
+        self._kinds = np.zeros(num_rows, dtype=np.int32)
+        self._last: tuple[RowArray, Int32Array] | None = None  # rows of the last step, tokens that each got
+
+    def enter(self, request: Request) -> None:
+        output = np.array(request.output_token_ids, dtype=np.int32)
+        self._proposer.enter(request.row, np.concatenate((request.prompt_token_ids, output)))
+        self._goodput.enter(request.row, int(self._columns.classes[request.row]))
+        self._counts[request.row] = 0
+
+    def choose(self, rows: RowArray, most: Int32Array, budget: int) -> Int32Array:
+        """Return how many drafts of distinct rows pay in a step [n]: at most `most` [n], in all at most `budget`."""
+        counts = np.minimum(self._counts.take(rows), most)
+        return self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
+
+    def is_worthwhile(self, rows: RowArray) -> bool:
+        """Return whether drafts would pay after the known tokens of all `rows`."""
+        counts = self._counts.take(rows)
+        return bool(counts.any() and self._goodput.choose(rows, counts, self._kinds.take(rows), ANY_BUDGET).any())
+
+    def drafts(self, rows: RowArray, counts: Int32Array) -> Drafts:
+        is_used = np.arange(self._token_ids.shape[1]) < counts[:, None]
+        return Drafts(counts, self._token_ids[rows][is_used])
+
+    def observe(self, batch: ScheduledBatch, rows: RowArray, tokens: Int32Array, follows: BoolArray) -> None:
+        """Learn from a step's tokens [n] of running rows. `follows`: which entries of the batch counted."""
+        if len(batch.draft_tokens):
+            self._observe_drafts(batch, follows)
+        is_first = np.ones(len(rows), dtype=np.bool_)
+        is_first[1:] = rows[1:] != rows[:-1]
+        distinct: RowArray = rows[is_first]
+        if self._proposer.is_free and not len(batch.draft_tokens):
+            tested = self._counts.take(distinct) > 0
+            tested_rows: RowArray = distinct[tested]
+            right = (self._token_ids[tested_rows, 0] == tokens[is_first][tested]).astype(np.int32)
+            self._goodput.observe_drafts(tested_rows, self._kinds.take(tested_rows), np.ones_like(right), right)
+        places = np.append(is_first.nonzero()[0], len(rows))
+        self._last = distinct, np.diff(places).astype(np.int32)
+        self._proposer.append(rows, tokens)
+
+    def propose(self) -> None:
+        """Propose what follows the tokens of the rows that were observed last and still run."""
+        assert self._last is not None
+        rows = self._last[0]
+        rows = rows[self._columns.running.take(rows)]
+        self._counts[rows], self._token_ids[rows], self._kinds[rows] = self._proposer.propose(rows)
+
+    def _observe_drafts(self, batch: ScheduledBatch, follows: BoolArray) -> None:
+        firsts: Int64Array = (batch.draft_tokens == NO_DRAFT).nonzero()[0]
+        num_drafts = np.diff(firsts, append=len(follows)).astype(np.int32) - 1
+        num_accepted = np.add.reduceat(follows, firsts, dtype=np.int32) - 1
+        has_drafts = num_drafts > 0
+        rows = batch.rows[firsts[has_drafts]].astype(np.intp)
+        num_drafts, num_accepted = num_drafts[has_drafts], num_accepted[has_drafts].clip(0)
+        num_tested = np.minimum(num_accepted + 1, num_drafts)
+        self._goodput.observe_drafts(rows, self._kinds.take(rows), num_tested, num_accepted)
+        self._columns.num_draft_tokens[rows] += num_drafts
+        self._columns.num_accepted_draft_tokens[rows] += num_accepted
+        self._stats.num_drafts += len(rows)
+        self._stats.num_draft_tokens += int(num_drafts.sum())
+        self._stats.num_accepted_draft_tokens += int(num_accepted.sum())
+
+    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn the seconds of the step that was observed last, if it had decodes alone."""
+        if self._last is not None and batch.num_decodes == len(batch.rows):
+            self._goodput.observe_step(*self._last, batch.num_decodes, seconds)

@@ -31,7 +31,7 @@ class Proposals(NamedTuple):
 class Proposer(Protocol):
     @property
     def is_free(self) -> bool:
-        """Whether proposals cost next to no time: their acceptance is then also learned in steps without drafts."""
+        """Return whether proposals cost next to no time: their acceptance is then learned in all steps."""
 
     def enter(self, row: int, token_ids: Int32Array) -> None:
         """Begin a row with all tokens of its request so far."""

@@ -28,6 +28,7 @@ Launch = Literal["eager", "graph", "graphs of pieces"]  # how a step ran: pieces
 # Values of `ScheduledBatch.draft_tokens` beside token ids.
 NO_DRAFT = -1
 TO_DRAFT = -2  # the runner's own drafter fills it in
+NOT_DRAFTED = -3  # in `SampledTokens.draft_tokens`: the drafter had none
 SPARE_LOGITS = 64  # of a step, for drafts or scored prompts, beside one for each row
 
 
@@ -126,7 +127,7 @@ def accepted(draft_tokens: Int32Array, token_ids: Int32Array) -> BoolArray:
     A draft is accepted if it, and every draft before it in its row, is the token sampled at the entry before.
     """
     agrees = np.zeros(len(token_ids), dtype=np.bool_)
-    agrees[1:] = draft_tokens[1:] == token_ids[:-1]
+    agrees[1:] = (draft_tokens[1:] == token_ids[:-1]) & (draft_tokens[1:] >= 0)
     return follow_drafts(agrees, draft_tokens)
 
 

@@ -253,7 +253,8 @@ def _commit_step(
     state: SchedulerState, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, now: float
 ) -> StepOutputs:
     columns, speculation = state.columns, state.speculation
-    follows = _following(columns, batch, step, sampled) if step.has_drafts else np.ones(len(step.rows), np.bool_)
+    drafts = batch.draft_tokens if sampled.draft_tokens is None else sampled.draft_tokens
+    follows = _following(columns, batch, drafts, sampled) if step.has_drafts else np.ones(len(step.rows), np.bool_)
     ended = _fail_not_finite(state, step, sampled, follows, now)
     live = follows & (columns.epochs.take(step.rows) == step.epochs)
     _keep_of_prompts(columns, batch, step, sampled, live)
@@ -273,7 +274,9 @@ def _commit_step(
         state.settle_drafts(rows)
     columns.write_back_some(batch.step_id)
     if speculation is not None:
-        speculation.observe(batch, rows, tokens, follows)
+        if step.has_drafts:
+            speculation.observe_drafts(step.rows, drafts, follows)
+        speculation.observe(rows, tokens)
     _charge_tenants(state, rows)
     for index, reason in _find_endings(columns, rows, tokens, num_tokens):
         request = requests[index]
@@ -304,10 +307,9 @@ def _charge_tenants(state: SchedulerState, rows: RowArray) -> None:
             state.virtual_counters.charge(state.columns.tenant_names[tenant_id], 0, int(num_tokens[tenant_id]))
 
 
-def _following(columns: RowColumns, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens) -> BoolArray:
+def _following(columns: RowColumns, batch: ScheduledBatch, drafts: Int32Array, sampled: SampledTokens) -> BoolArray:
     """Return which entries count [n]: those whose drafts are accepted and that follow no stop token."""
-    drafts = batch.draft_tokens if sampled.draft_tokens is None else sampled.draft_tokens
-    stops = _are_stops(columns, step.rows, sampled.token_ids, batch.start_positions + 2)
+    stops = _are_stops(columns, batch.rows.astype(np.intp), sampled.token_ids, batch.start_positions + 2)
     return accepted(drafts, np.where(stops, SampledTokens.NOT_SAMPLED, sampled.token_ids))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tidewheel.batch import NO_DRAFT, TO_DRAFT, BoolArray, Int32Array, Int64Array, RowArray, ScheduledBatch
+from tidewheel.batch import NO_DRAFT, TO_DRAFT, BoolArray, Int32Array, RowArray, ScheduledBatch
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.goodput import Goodput
@@ -82,6 +82,7 @@ class Speculation:
         self._counts = np.zeros(num_rows, dtype=np.int32)
         self._token_ids = np.zeros((num_rows, most), dtype=np.int32)
         self._kinds = np.zeros(num_rows, dtype=np.int32)
+        self._had_drafts = False  # the step that is applied
         self._last: tuple[RowArray, Int32Array] | None = None  # rows of the last step, tokens that each got
 
     def enter(self, request: Request) -> None:
@@ -104,21 +105,23 @@ class Speculation:
         is_used = np.arange(self._token_ids.shape[1]) < counts[:, None]
         return Drafts(counts, self._token_ids[rows][is_used])
 
-    def observe(self, batch: ScheduledBatch, rows: RowArray, tokens: Int32Array, follows: BoolArray) -> None:
-        """Learn from a step's tokens [n] of running rows. `follows`: which entries of the batch counted."""
-        if len(batch.draft_tokens):
-            self._observe_drafts(batch, follows)
+    def observe(self, rows: RowArray, tokens: Int32Array) -> None:
+        """Learn a step's tokens [n] of running rows; a row with accepted drafts repeats."""
         is_first = np.ones(len(rows), dtype=np.bool_)
         is_first[1:] = rows[1:] != rows[:-1]
-        distinct: RowArray = rows[is_first]
-        if self._proposer.is_free and not len(batch.draft_tokens):
-            tested = self._counts.take(distinct) > 0
-            tested_rows: RowArray = distinct[tested]
-            right = (self._token_ids[tested_rows, 0] == tokens[is_first][tested]).astype(np.int32)
-            self._goodput.observe_drafts(tested_rows, self._kinds.take(tested_rows), np.ones_like(right), right)
-        places = np.append(is_first.nonzero()[0], len(rows))
-        self._last = distinct, np.diff(places).astype(np.int32)
+        firsts = is_first.nonzero()[0]
+        distinct: RowArray = rows[firsts]
+        if self._proposer.is_free and not self._had_drafts:
+            self._observe_unused(distinct, tokens[firsts])
+        self._had_drafts = False
+        self._last = distinct, np.diff(firsts, append=len(rows)).astype(np.int32)
         self._proposer.append(rows, tokens)
+
+    def _observe_unused(self, rows: RowArray, tokens: Int32Array) -> None:
+        has_proposal = self._counts.take(rows) > 0
+        rows, tokens = rows[has_proposal], tokens[has_proposal]
+        num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
+        self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
 
     def propose(self) -> None:
         """Propose what follows the tokens of the rows that were observed last and still run."""
@@ -127,13 +130,14 @@ class Speculation:
         rows = rows[self._columns.running.take(rows)]
         self._counts[rows], self._token_ids[rows], self._kinds[rows] = self._proposer.propose(rows)
 
-    def _observe_drafts(self, batch: ScheduledBatch, follows: BoolArray) -> None:
-        firsts: Int64Array = (batch.draft_tokens == NO_DRAFT).nonzero()[0]
-        num_drafts = np.diff(firsts, append=len(follows)).astype(np.int32) - 1
+    def observe_drafts(self, rows: RowArray, draft_tokens: Int32Array, follows: BoolArray) -> None:
+        """Learn which entries [n] of a step with drafts counted. Call before `observe`."""
+        firsts = (draft_tokens == NO_DRAFT).nonzero()[0]
+        num_drafts = np.add.reduceat(draft_tokens >= 0, firsts, dtype=np.int32)
         num_accepted = np.add.reduceat(follows, firsts, dtype=np.int32) - 1
-        has_drafts = num_drafts > 0
-        rows = batch.rows[firsts[has_drafts]].astype(np.intp)
-        num_drafts, num_accepted = num_drafts[has_drafts], num_accepted[has_drafts].clip(0)
+        has_drafts = (num_drafts > 0) & (num_accepted >= 0)
+        rows = rows[firsts[has_drafts]]
+        num_drafts, num_accepted = num_drafts[has_drafts], num_accepted[has_drafts]
         num_tested = np.minimum(num_accepted + 1, num_drafts)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), num_tested, num_accepted)
         self._columns.num_draft_tokens[rows] += num_drafts
@@ -141,6 +145,7 @@ class Speculation:
         self._stats.num_drafts += len(rows)
         self._stats.num_draft_tokens += int(num_drafts.sum())
         self._stats.num_accepted_draft_tokens += int(num_accepted.sum())
+        self._had_drafts = True
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn the seconds of the step that was observed last, if it had decodes alone."""

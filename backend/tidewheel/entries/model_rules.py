@@ -122,11 +122,8 @@ class ModelJudge:
         if fields.values.get("vocab_size") is not None:
             self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
         self._plan = plan = plan_model(folder, fields, self._config, self._device, self._shard)
-        if plan.native is not None:
-            self._vocab_size, way = plan.native.shape.vocab_size, "native"
-        else:
-            self._vocab_size, way = plan.through_transformers[1].vocab_size, "through transformers"
-        self.implementation = f"{plan.architecture}, {way}"
+        self._vocab_size = plan.vocab_size
+        self.implementation = f"{plan.architecture}, {'through transformers' if plan.native is None else 'native'}"
 
     def _open_source(self, folder: Path) -> None:
         if self._plan is not None:

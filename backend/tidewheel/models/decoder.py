@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from tidewheel.batch import WeightVariant
@@ -111,6 +113,7 @@ def add_norm(
 
 class Decoder(NativeModel):
     config: ModelConfig
+    _first: Decoder | None = None  # layers that draft
 
     def build(self, weights: Weights) -> None:
         config, shard = self.config, weights.shard
@@ -147,10 +150,27 @@ class Decoder(NativeModel):
     def pack(self) -> None:
         """Arrange weights, all loaded, for computation, and bind those of decode steps of few rows."""
         super().pack()
+        self._bind(self)
+
+    def use(self, weights: WeightVariant) -> None:
+        super().use(weights)
+        if self._first is not None:
+            self._first.variant = weights
+
+    def first_layers(self, count: int) -> Decoder:
+        """Return the first layers with the output matrix as a decoder that shares the packed weights of this one."""
+        self._first = first = copy(self)
+        first.layers, first.shape, first.weights_bytes = self.layers[:count], self.shape._replace(num_layers=count), 0
+        first._decode_layers = {}
+        self._bind(first)
+        return first
+
+    def _bind(self, decoder: Decoder) -> None:
+        """Bind layers of `decoder`, this one or its first layers, once for each variant of the weights."""
         variants: tuple[WeightVariant, ...] = ("quantized", "full") if self._copies else ("full",)
         for weights in variants:
             self.use(weights)
-            self._decode_layers[weights] = self._bound_layers()
+            decoder._decode_layers[weights] = decoder._bound_layers()
 
     def _bound_layers(self) -> DecodeLayers | None:
         config = self.config

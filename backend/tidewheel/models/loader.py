@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from tidewheel.models.architectures import ModelConfig, check_num_ranks, native_
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.draft_folder import check_tokens, find_draft
 from tidewheel.models.linear import GroupFormat
-from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of
+from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of, read_config
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
 from tidewheel.models.shard import Shard
@@ -67,8 +69,12 @@ class ModelPlan(NamedTuple):
             )
         return source
 
-    def check_fits(self, source: WeightSource) -> int:
-        """Return the weights' bytes. Raise `ConfigError` if they exceed free memory."""
+    @property
+    def vocab_size(self) -> int:
+        return int(self.through_transformers[1].vocab_size) if self.native is None else self.native.shape.vocab_size
+
+    def check_fits(self, source: WeightSource, beside: int = 0) -> int:
+        """Return the weights' bytes. Raise `ConfigError` if with the bytes `beside` them they exceed free memory."""
         if self.native is None:
             can_round = False
             num_bytes = sum(math.prod(stored.shape) for stored in source.tensors.values()) * self.dtype.itemsize
@@ -76,7 +82,7 @@ class ModelPlan(NamedTuple):
             empty = self.decoder(source, torch.device("meta"))
             can_round, num_bytes = not (empty.to_fill or self.config.deterministic), empty.weights_bytes
         of_device = num_bytes * (self.shard.num_ranks if self.device.type == "cpu" else 1)  # ranks share the host
-        check_weights_fit(of_device, self.dtype, self.device, can_round=can_round)
+        check_weights_fit(beside + of_device, self.dtype, self.device, can_round=can_round)
         return num_bytes
 
     def decoder(self, source: WeightSource, device: torch.device) -> NativeModel:
@@ -132,9 +138,12 @@ def plan_model(
         if traits is None:
             offered = {
                 "deterministic": (False,), "kv_cache_dtype": ("auto", "int8"), "tensor_parallel_size": (1,),
-                "enable_lora": (False,),
+                "enable_lora": (False,), "speculation": ("none", "prompt_lookup"),
             }  # fmt: skip
-            cause = f"{WHISPER} has no batch-invariant products, no scales for fp8, and layers without shards or LoRA"
+            cause = (
+                f"{WHISPER} has no batch-invariant products, no scales for fp8, no draft models, and layers without "
+                "shards or LoRA"
+            )
             refuse_others(config, offered, cause)
         if isinstance(shape, ModelConfig):
             check_num_ranks(shape, shard.num_ranks)
@@ -157,6 +166,48 @@ def plan_model(
     if context == "auto":
         raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
     return plan(resolve_max_model_len(config.max_model_len, context), None, (cls, hf_config))
+
+
+def plan_draft(plan: ModelPlan) -> ModelPlan:
+    """Return the plan of `draft_model`, in the formats that are set for the model. Raise `ConfigError`."""
+    config = plan.config
+    folder = find_draft(config.draft_model, config.download_dir)
+    assert folder is not None, "`resolve_folder` finds a folder or raises"
+    check_tokens(folder, Path(config.tokenizer or plan.folder), plan.vocab_size)
+    shared = ("dtype", "quantization", "kv_cache_dtype", "deterministic", "load_format", "seed")
+    own = EngineConfig(model=str(folder), **{name: getattr(config, name) for name in shared})
+    with refused_draft(folder):
+        draft = plan_model(folder, read_config(folder), own, plan.device)
+        if not isinstance(draft.native, Decoder):
+            raise ConfigError(f"{draft.architecture} does not run on the native decoder, which drafts: take another")
+        if draft.max_model_len < plan.max_model_len:
+            raise ConfigError(
+                f"it was made for at most {draft.max_model_len} tokens, and max_model_len is {plan.max_model_len}: "
+                f"set that to at most {draft.max_model_len}"
+            )
+    return draft._replace(max_model_len=plan.max_model_len)
+
+
+@contextmanager
+def refused_draft(folder: Path) -> Iterator[None]:
+    """Name `draft_model` in errors."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"draft_model is {folder}: {error}") from None
+
+
+def num_first_layers(plan: ModelPlan) -> int:
+    """Return how many layers of the model draft. Raise `ConfigError`."""
+    if not isinstance(plan.native, Decoder):
+        raise ConfigError(
+            f"speculation is first_layers: {plan.architecture} does not run on the native decoder, whose layers "
+            "draft; set it to prompt_lookup"
+        )
+    wanted, total = plan.config.num_draft_layers, plan.native.shape.num_layers
+    if wanted is not None and wanted > total:
+        raise ConfigError(f"num_draft_layers is {wanted}: the model has {total} layers; set it to at most {total}")
+    return wanted or max(total // 4, 1)
 
 
 def load_model(plan: ModelPlan, source: WeightSource, progress: Progress) -> CausalLM:

@@ -147,7 +147,7 @@ class RowTable:
         return StepInputs(
             token_indices=bases[sequence] + positions,
             positions=positions,
-            slot_mapping=self._slots(rows[sequence], positions),
+            slot_mapping=self.slots(rows[sequence], positions),
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens.astype(np.int32),
             rows=rows,
@@ -161,7 +161,7 @@ class RowTable:
         return StepInputs(
             token_indices=token_indices,
             positions=positions,
-            slot_mapping=self._slots(rows, positions),
+            slot_mapping=self.slots(rows, positions),
             cu_seqlens_q=self._padding.cu_seqlens_q[: len(rows) + 1],
             seq_lens=starts + np.int32(1),
             rows=rows,
@@ -169,7 +169,8 @@ class RowTable:
             store_indices=token_indices + 1,
         )
 
-    def _slots(self, rows: Int32Array, positions: Int64Array) -> Int64Array:
+    def slots(self, rows: Int32Array, positions: Int64Array) -> Int64Array:
+        """Return the rows' cache slots of positions [n]."""
         blocks: Int64Array = self._blocks[rows, positions // self._block_size].astype(np.int64)
         return blocks * self._block_size + positions % self._block_size
 

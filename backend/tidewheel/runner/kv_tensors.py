@@ -18,6 +18,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, ForwardInput, KVLayer, ModelShape
+from tidewheel.models.loader import ModelPlan
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.host_memory import SpareMemory
 from tidewheel.settings import MIB, shown_bytes
@@ -33,11 +34,25 @@ class CacheLayout(NamedTuple):
     block_size: int
     dtype: torch.dtype
     scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, of 8-bit floats
+    draft_bytes: int = 0  # of a draft model's cache, for a block
+
+    @property
+    def all_block_bytes(self) -> int:
+        """Return the bytes of a block with those of a draft model's cache."""
+        return self.block_bytes + self.draft_bytes
 
     @property
     def block_bytes(self) -> int:
         tokens = 2 * self.shape.num_layers * self.block_size
         return tokens * self.shape.num_kv_heads * head_bytes(self.shape.head_dim, self.dtype)
+
+
+def cache_layout(plan: ModelPlan, model: CausalLM, block_size: int) -> CacheLayout:
+    """Return the layout of a loaded model's cache, with measured scales if it holds 8-bit floats."""
+    layout = CacheLayout(model.shape, block_size, plan.cache_dtype)
+    return (
+        with_scales(layout, model, plan.dtype, plan.device, plan.max_model_len) if plan.cache_dtype == FP8 else layout
+    )
 
 
 class MemoryBudget(NamedTuple):
@@ -71,7 +86,7 @@ class CacheSize(NamedTuple):
 
 
 def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) -> int:
-    return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.block_bytes
+    return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.all_block_bytes
 
 
 def cpu_budget(
@@ -123,11 +138,11 @@ def decide_size(
     needed = -(-max_model_len // layout.block_size)
     least: float | None = needed
     if num_blocks is None:
-        source, setting, least = budget.source, budget.setting, budget.least_setting(needed * layout.block_bytes)
-        num_blocks = max(budget.bytes, 0) // layout.block_bytes
+        source, setting, least = budget.source, budget.setting, budget.least_setting(needed * layout.all_block_bytes)
+        num_blocks = max(budget.bytes, 0) // layout.all_block_bytes
     else:
         source, setting = f"num_blocks {num_blocks}", "num_blocks"
-    num_bytes, tokens = num_blocks * layout.block_bytes, num_blocks * layout.block_size
+    num_bytes, tokens = num_blocks * layout.all_block_bytes, num_blocks * layout.block_size
     if budget.host_bytes is not None and num_bytes > budget.host_bytes:
         raise ConfigError(
             f"host memory does not suffice: KV cache {shown_bytes(num_bytes)} ({source}), and "
@@ -135,7 +150,7 @@ def decide_size(
         )
     if tokens >= max_model_len:
         return CacheSize(num_blocks, max_model_len, source)
-    need = f"{needed} blocks of {layout.block_size} tokens need {-(-needed * layout.block_bytes // MIB)} MiB"
+    need = f"{needed} blocks of {layout.block_size} tokens need {-(-needed * layout.all_block_bytes // MIB)} MiB"
     ways = [f"raise {setting} to at least {least:g}"] if least is not None else []
     larger = f"use a {'larger GPU' if budget.is_of_gpu else 'machine with more memory'}"
     if may_shorten and tokens:

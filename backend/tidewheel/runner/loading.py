@@ -19,7 +19,9 @@ from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
 from tidewheel.models.whisper import Whisper
+from tidewheel.runner.decoder_drafts import find_draft_source
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
+from tidewheel.runner.drafter import DraftParts
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory, total_host_bytes
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
@@ -29,16 +31,15 @@ from tidewheel.runner.kv_tensors import (
     CacheLayout,
     KVTensors,
     MemoryBudget,
+    cache_layout,
     cpu_budget,
     decide_size,
     full_bytes,
     limited_budget,
-    with_scales,
 )
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 from tidewheel.runner.step_graphs import GraphSizes, decode_sizes, prompt_sizes, unsplit_sizes
 from tidewheel.settings import MIB
-from tidewheel_kernels import FP8
 
 FIRST = "start"
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class RunnerParts(NamedTuple):
     claim: MemoryClaim | None = None  # None on a GPU
     encoder: EncoderCache | None = None
     shard: Shard = Shard()
+    draft: DraftParts | None = None
 
 
 def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = None) -> RunnerParts:
@@ -87,17 +89,20 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
     plan, claim = plan_model(folder, fields, config, device, shard), None
     source = plan.open_source()
     num_bytes = plan.check_fits(source)
+    draft_source = find_draft_source(plan, beside=num_bytes)
     if device.type == "cpu":
         takes_share = config.has_automatic_cache and config.device_memory_share is None
+        num_bytes += draft_source.num_bytes if draft_source is not None else 0
         claim = MemoryClaim(takes_share=takes_share, others=num_bytes, num_ranks=shard.num_ranks)
-    model = load_model(plan, source, stages)
+    model, draft = load_model(plan, source, stages), None
     if device.type == "cpu":
         keep_freed_memory()
         if config.num_threads is None:
             limit_threads(model.weights_bytes)
-    layout = CacheLayout(model.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
-    if plan.cache_dtype == FP8:
-        layout = with_scales(layout, model, plan.dtype, device, plan.max_model_len)
+    layout = cache_layout(plan, model, config.block_size or BLOCK_SIZES[device.type])
+    if draft_source is not None:
+        draft = draft_source.load(model, layout.block_size, stages)
+        layout = layout._replace(draft_bytes=draft.block_bytes)
     encoder, max_num_seqs, num_samples = None, config.max_num_seqs, 0
     if isinstance(model, Whisper):
         free = available_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
@@ -118,13 +123,13 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=layout.block_size,
-        weights_bytes=model.weights_bytes,
+        weights_bytes=model.weights_bytes + (0 if draft is None else draft.weights_bytes),
         copy_bytes=model.copy_bytes if isinstance(model, NativeModel) else 0,
         lora_bytes=model.lora_bytes if isinstance(model, NativeModel) else 0,
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
         max_audio_samples=num_samples,
     )
-    return RunnerParts(model, layout, info, device, stages, compile_log, claim, encoder, shard)
+    return RunnerParts(model, layout, info, device, stages, compile_log, claim, encoder, shard, draft)
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[BlockTransfers, RunnerInfo]:
@@ -143,7 +148,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
         counts = size.num_blocks, size.max_model_len, num_host_blocks
         num_blocks, max_model_len, num_host_blocks = parts.shard.least(counts, device)
         size = size._replace(num_blocks=num_blocks, max_model_len=max_model_len)
-    kv = _allocate(layout, size.num_blocks, device, budget)
+    kv, num_bytes = _allocate(layout, size.num_blocks, device, budget), size.num_blocks * layout.all_block_bytes
     try:
         cache = BlockTransfers(kv, HostBlocks(kv, num_host_blocks) if num_host_blocks else None)
     except RuntimeError as error:
@@ -151,7 +156,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
             f"swap_space is {config.swap_space:g} GiB: so much host memory cannot be had; lower it"
         ) from error
     if parts.claim is not None:
-        parts.claim.take(kv.num_bytes)
+        parts.claim.take(num_bytes)
     info = msgspec.structs.replace(
         parts.info,
         num_blocks=size.num_blocks,
@@ -159,7 +164,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
         cache_source=size.source,
         shortened=size.shortened,
         activation_bytes=memory.activations,
-        kv_cache_bytes=kv.num_bytes,
+        kv_cache_bytes=num_bytes,
         num_host_blocks=num_host_blocks,
         swap_seconds_per_block=cache.seconds_per_block(),
     )
@@ -209,8 +214,8 @@ def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget
     except (RuntimeError, OSError) as error:  # CUDA raises RuntimeError, mmap OSError
         room = ""
         if device.type == "cuda":
-            room = f"at most {torch.cuda.mem_get_info(device)[0] // layout.block_bytes} blocks are free; "
+            room = f"at most {torch.cuda.mem_get_info(device)[0] // layout.all_block_bytes} blocks are free; "
         raise ConfigError(
-            f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
-            f"{room}lower num_blocks or {budget.setting}"
+            f"a KV cache of {num_blocks * layout.all_block_bytes // MIB} MiB ({num_blocks} blocks) cannot be "
+            f"allocated: {room}lower num_blocks or {budget.setting}"
         ) from error

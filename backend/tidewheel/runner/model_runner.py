@@ -22,6 +22,7 @@ from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
+from tidewheel.runner.drafter import Drafter, DraftParts
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.graph_trial import GraphTrial
 from tidewheel.runner.host_memory import MemoryClaim
@@ -78,6 +79,7 @@ class ModelRunner:
         accelerator: CudaAccelerator | None = None,
         encoder: EncoderCache | None = None,
         shard: Shard | None = None,
+        draft: DraftParts | None = None,
     ) -> None:
         self.info = info
         self._shard = shard or Shard()
@@ -94,6 +96,7 @@ class ModelRunner:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
             num_bytes += 0 if self._lora is None else self._lora.num_bytes(info.max_num_batched_tokens)
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
+        self._drafter = None if draft is None else Drafter(draft, self._rows, self._sender, info, cache.kv)
         self._steps = StepModel(model, self._rows, cache.kv.layers, encoder, self._shard)
         self._variants: tuple[WeightVariant, ...] = ("full", "quantized") if info.copy_bytes else ("full",)
         self._weights: WeightVariant = "full"
@@ -111,7 +114,7 @@ class ModelRunner:
             sizes = cls._tried(parts, accelerator, sizes)
         cache, info = allocate_cache(parts, config, cls._measured(parts, accelerator, sizes))
         report("profile", 1.0)
-        runner = cls(parts.model, cache, info, parts.device, accelerator, parts.encoder, parts.shard)
+        runner = cls(parts.model, cache, info, parts.device, accelerator, parts.encoder, parts.shard, parts.draft)
         if accelerator is not None:
             warm_up(info, runner.run_with_each, report)
         graph_bytes = runner.capture(sizes, report).total
@@ -132,7 +135,7 @@ class ModelRunner:
         objection = f"max_model_len is {parts.info.max_model_len}, too short for a trial"
         if trial is not None:
             cache = BlockTransfers(KVTensors(parts.layout, trial.num_blocks, parts.device))
-            runner = cls(parts.model, cache, parts.info, parts.device, accelerator, parts.encoder)
+            runner = cls(parts.model, cache, parts.info, parts.device, accelerator, parts.encoder, draft=parts.draft)
             objection = runner._objection_to_graphs(trial)
         if objection:
             logger.info("CUDA graphs: none of %s: %s", name, objection)
@@ -164,18 +167,20 @@ class ModelRunner:
 
         def run(size: StepSize) -> ModelRunner:
             cache = BlockTransfers(KVTensors(layout, size.num_blocks(layout.block_size), device))
-            runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder, parts.shard)
+            runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder, parts.shard, parts.draft)
             runner.run(runner.with_adapters(demanding_batch(size, layout.block_size)))
             return runner
 
+        estimated = partial(estimated_activation_bytes, largest, dtype=DTYPES[parts.info.dtype])
+        of_drafts = 0 if parts.draft is None else estimated(parts.draft.shape)
         if accelerator is None:
             run(smallest_step(parts.info))
-            return StepMemory(estimated_activation_bytes(largest, layout.shape, DTYPES[parts.info.dtype]), 0)
+            return StepMemory(max(estimated(layout.shape), of_drafts), 0)
         runner, activation_bytes = measured_activation_bytes(run, largest, device, parts.shard.num_ranks)
         taken = runner.capture(sizes.largest(NUM_TRIAL_GRAPHS), no_progress)
         counts = [len(runner._graphs_of) * len(part) for part in sizes]
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))
-        return StepMemory(activation_bytes, graph_bytes)
+        return StepMemory(max(activation_bytes, of_drafts), graph_bytes)
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
         if not sizes.decodes or self._accelerator is None:
@@ -257,8 +262,10 @@ class ModelRunner:
         self._sampling.update(batch)
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
-        changes = self._rows.update(batch)
+        changes, drafts = self._rows.update(batch), None
         host = self._rows.host_inputs(batch)
+        if self._drafter is not None:
+            drafts, changes = self._drafter.begin(batch, host, changes)
         plan = self._sampling.plan(batch, host)
         reads_prompts = plan.scoring is not None or plan.pooling is not None
         graphs = self._graphs(batch)
@@ -270,7 +277,7 @@ class ModelRunner:
             sampled, launch = self._replayed(batch, host, plan, changes, graph), "graph"
         else:
             sampled, launch = self._computed(batch, host, plan, changes)
-        pending = PendingStep(batch, plan, sampled, self._accelerator, launch)
+        pending = PendingStep(batch, plan, sampled, self._accelerator, launch, drafts)
         if plan.masks is not None:
             self._sampling.grammars.sampled(plan.masks, batch, pending.wait)
         return pending

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tidewheel.batch import Int32Array, Launch, SampledTokens, ScheduledBatch
+from tidewheel.batch import NOT_DRAFTED, TO_DRAFT, Int32Array, Launch, SampledTokens, ScheduledBatch
 from tidewheel.models.shard import Shard
 from tidewheel.runner.accelerator import CudaAccelerator
+from tidewheel.runner.drafter import Drafts
 from tidewheel.runner.inputs import DeviceArrays
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PoolingPlan, PromptScoring, SamplingPlan
 from tidewheel.sampling import TopLogprobs
@@ -143,12 +144,15 @@ class PendingStep:
     sampled: SamplerOutput
     accelerator: InitVar[CudaAccelerator | None]
     launch: Launch
+    drafts: Drafts | None = None
 
     def __post_init__(self, accelerator: CudaAccelerator | None) -> None:
         self._result: SampledTokens | None = None
         self._copied: torch.cuda.Event | None = None
         if accelerator is not None and any(output is not None for output in self.sampled):
             self.sampled = _host_copies(self.sampled, accelerator)
+            if self.drafts is not None:
+                self.drafts = self.drafts._replace(token_ids=_host_copies(self.drafts.token_ids, accelerator))
             self._copied = accelerator.event()
             self._copied.record()
 
@@ -177,7 +181,11 @@ class PendingStep:
             prompt_logprobs = {index: list(itertools.islice(scored, count)) for index, count in counts}
         if sampled.pooled is not None and plan.pooling is not None:
             pooled = dict(zip(plan.pooling.batch_indices.tolist(), sampled.pooled.numpy(), strict=True))
-        return SampledTokens(batch.step_id, token_ids, logprobs, prompt_logprobs, pooled, self.launch)
+        draft_tokens = None
+        if self.drafts is not None:
+            draft_tokens = np.where(batch.draft_tokens == TO_DRAFT, NOT_DRAFTED, batch.draft_tokens)
+            draft_tokens[self.drafts.entries] = self.drafts.token_ids.numpy()
+        return SampledTokens(batch.step_id, token_ids, logprobs, prompt_logprobs, pooled, self.launch, draft_tokens)
 
 
 def _host_copies(outputs: Any, accelerator: CudaAccelerator) -> Any:

@@ -1,0 +1,169 @@
+"""Drafts that a model makes on the device, before the step's forward pass verifies them.
+
+The draft model computes what it lacks of a row's tokens when the row wants drafts, and nothing in other steps. Its
+keys and values lie in the blocks of the serving model, where a slot counts as cached until the serving model computes
+another token there. So rows that share blocks, or return to them, share the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidewheel.batch import TO_DRAFT, BoolArray, Int32Array, Int64Array, ScheduledBatch
+from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
+from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.inputs import ForwardBounds, Group, HostInputs, InputSender, RowTable, StepInputs
+from tidewheel.runner.kv_tensors import KVTensors
+
+# Chunks of at most so many tokens in all are computed as decodes: on a CPU in one call of all layers.
+MOST_AS_DECODES = 16
+
+
+class DraftModel(Protocol):
+    """Model that drafts, with keys and values in the blocks of the serving model."""
+
+    kv_layers: Sequence[KVLayer]
+    vocab_size: int  # of its inputs
+    shift: int  # position i computes token i + shift
+    has_cache: bool  # of its own; else the serving model's is complete
+    keeps_drafts: bool  # keys and values of accepted drafts stay right
+
+    def draft(self, step: ForwardInput, *, is_first: bool) -> torch.Tensor:
+        """Return tokens [S] int64 of the serving model's vocabulary, each the next one after a logit index.
+
+        Later steps of a round compute the first rows of the step before, one token each.
+        """
+
+
+class DraftParts(Protocol):
+    """Loaded draft model without its cache."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def weights_bytes(self) -> int: ...  # beside the serving model's
+
+    @property
+    def block_bytes(self) -> int: ...  # of its own cache, for a block
+
+    def allocate(self, kv: KVTensors) -> DraftModel:
+        """Return the model with room for all blocks of `kv`, the serving model's cache."""
+
+
+class Drafts(NamedTuple):
+    entries: Int64Array  # [D] indices into the batch
+    token_ids: torch.Tensor  # [D] int64, on the device
+
+
+class _Round(NamedTuple):
+    """Rows that want drafts in a step, those with the most first."""
+
+    rows: Int32Array  # [n]
+    entries: Int64Array  # [n] index of the first draft in the batch; the others follow it
+    num_known: Int32Array  # [n] tokens before the first draft
+    num_drafts: Int64Array  # [n]
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> _Round:
+        entries = np.flatnonzero(batch.draft_tokens == TO_DRAFT)
+        rows, firsts, num_drafts = np.unique(batch.rows[entries], return_index=True, return_counts=True)
+        entries = entries[firsts]
+        return cls(rows, entries, batch.start_positions[entries], num_drafts).only(np.argsort(-num_drafts))
+
+    def only(self, chosen: npt.NDArray[Any]) -> _Round:
+        return _Round(*(column[chosen] for column in self))
+
+
+class Drafter:
+    def __init__(
+        self, draft: DraftParts, rows: RowTable, sender: InputSender, info: RunnerInfo, kv: KVTensors
+    ) -> None:
+        self._model, self._rows, self._sender = draft.allocate(kv), rows, sender
+        self._most_tokens = info.max_num_batched_tokens
+        self._num_cached = np.zeros(info.max_num_seqs, dtype=np.int32)  # leading tokens of each row
+        self._is_cached = np.zeros((len(kv.blocks), info.block_size), dtype=np.bool_)
+
+    def begin(self, batch: ScheduledBatch, host: HostInputs, changes: Group) -> tuple[Drafts | None, Group]:
+        """Make the drafts of a batch, if it wants any. Return them, and the changes that are left to apply."""
+        if self._model.has_cache:
+            self._follow(batch, host)
+        if not (batch.draft_tokens == TO_DRAFT).any():
+            return None, changes
+        return self._draft(batch, changes), ()
+
+    def _follow(self, batch: ScheduledBatch, host: HostInputs) -> None:
+        """Note the slots that a step of the serving model rewrites, and what is cached of new rows."""
+        for blocks in (batch.transfers.copy_targets, batch.transfers.swap_in_blocks):
+            self._is_cached[blocks] = False
+        slots = self._is_cached.reshape(-1)
+        slots[host.slot_mapping] = False
+        for new in batch.new_rows:
+            positions = np.arange(len(new.token_ids))
+            cached = slots[self._rows.slots(np.full(len(positions), new.row), positions)]
+            self._num_cached[new.row] = np.argmin(np.append(cached, False))
+        firsts = np.flatnonzero(np.diff(batch.rows, prepend=-1))  # entries of a row are adjacent
+        rows = batch.rows[firsts]
+        self._num_cached[rows] = np.minimum(self._num_cached[rows], batch.start_positions[firsts])
+
+    def _draft(self, batch: ScheduledBatch, changes: Group) -> Drafts:
+        """Store drafts in the row table, after the batch's `changes`. A row that lacks too many tokens gets none."""
+        if changes:
+            self._rows.apply(batch, self._sender({"changes": changes})["changes"])
+        wanted = _Round.of(batch)
+        ends = wanted.num_known - self._model.shift
+        starts = np.maximum(ends - 1, 0)
+        if self._model.has_cache:
+            starts = np.minimum(self._num_cached[wanted.rows], starts)
+        num_missing = ends - starts
+        counts = np.clip(self._most_tokens - (np.cumsum(num_missing) - num_missing), 0, num_missing)
+        if not counts.any():  # `shift` leaves nothing of one token
+            return Drafts(wanted.entries[:0], torch.empty(0, dtype=torch.int64))
+        is_complete = (counts == num_missing) & (counts > 0)
+        first = _catch_up(wanted.rows, starts, counts, is_complete)
+        entries, tokens = [wanted.entries[is_complete]], [self._computed(first, is_first=True)]
+        wanted = wanted.only(is_complete)
+        for index in range(1, int(wanted.num_drafts.max(initial=0))):
+            wanted = wanted.only(wanted.num_drafts > index)
+            ones = np.ones(len(wanted.rows), dtype=np.int32)
+            starts = wanted.num_known + np.int32(index - 1 - self._model.shift)
+            entries.append(wanted.entries + index)
+            tokens.append(self._computed(_step(wanted.rows, starts, ones, ones > 0), is_first=False))
+        return Drafts(np.concatenate(entries), torch.cat(tokens))
+
+    def _computed(self, step: ScheduledBatch, *, is_first: bool) -> torch.Tensor:
+        """Return the next tokens [S] int64 of a step's rows, which are also stored."""
+        model, host = self._model, self._rows.host_inputs(step)
+        if model.has_cache and (is_first or model.keeps_drafts):
+            self._is_cached.reshape(-1)[host.slot_mapping] = True
+            self._num_cached[step.rows] = host.seq_lens  # of a row's entries, the last counts
+        token_indices, store_indices = host.token_indices + model.shift, host.store_indices + model.shift
+        host = host._replace(token_indices=token_indices, store_indices=store_indices)
+        inputs = StepInputs(*self._sender({"inputs": host})["inputs"])
+        token_ids = self._rows.known_tokens_at(inputs.token_indices, model.vocab_size)
+        meta = self._rows.metadata(inputs, ForwardBounds.exact(step, host))
+        forward = ForwardInput(token_ids, inputs.positions, meta, model.kv_layers, inputs.logit_indices)
+        drafts = model.draft(forward, is_first=is_first)
+        self._rows.store(inputs.store_indices, drafts)
+        return drafts
+
+
+def _catch_up(rows: Int32Array, starts: Int32Array, counts: Int32Array, samples: BoolArray) -> ScheduledBatch:
+    """Return a step of chunks, some of them empty, or of all their tokens one by one if they are few."""
+    if int(counts.sum()) > MOST_AS_DECODES:
+        some = counts > 0
+        return _step(rows[some], starts[some], counts[some], samples[some])
+    owners = np.repeat(np.arange(len(rows)), counts)
+    offsets = (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]).astype(np.int32)
+    is_last = samples[owners] & (offsets + 1 == counts[owners])
+    return _step(rows[owners], starts[owners] + offsets, np.ones(len(owners), dtype=np.int32), is_last)
+
+
+def _step(rows: Int32Array, starts: Int32Array, counts: Int32Array, samples: BoolArray) -> ScheduledBatch:
+    num_decodes = int(np.cumprod(counts == 1).sum())
+    return ScheduledBatch(0, rows, starts, counts, samples, num_decodes, int(counts.sum()))

@@ -233,6 +233,7 @@ class EngineConfig(SchedulingSettings):
         self._check_kind()
         self._check_pressure()
         self._check_lora()
+        self._check_speculation()
         if self.swap_space > 0.0 and not self.enable_prefix_caching:
             raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
         if self.preemption_mode == "swap" and self.swap_space == 0.0:
@@ -283,6 +284,27 @@ class EngineConfig(SchedulingSettings):
                 "in host memory too; raise max_cpu_loras, or lower max_loras"
             )
 
+    def _check_speculation(self) -> None:
+        method, given = self.speculation, self.to_settings().keys()
+        for name, readers in SPECULATION_SETTINGS.items():
+            if name in given and method not in readers:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, and speculation {method} does not read it: set speculation to "
+                    f"{' or '.join(readers)}, or remove {name}"
+                )
+        if method in SPECULATION_SETTINGS["draft_model"] and not self.draft_model:
+            raise ConfigError(f"speculation is {method}, and draft_model is not set: give the folder that drafts")
+        if method not in ("none", "prompt_lookup") and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"speculation is {method}, and tensor_parallel_size {self.tensor_parallel_size}: ranks do not "
+                "draft; set speculation to prompt_lookup, or tensor_parallel_size to 1"
+            )
+        if method != "none" and self.max_num_batched_tokens <= self.num_speculative_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}, and max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}: a step tests them beside the last token; lower the first"
+            )
+
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
         """Return the config from text or JSON values, by our names or vLLM's. `base_dir`: base of relative paths."""
@@ -295,7 +317,7 @@ class EngineConfig(SchedulingSettings):
             raise ConfigError(MODEL_NOT_SET)
         if values.get("tokenizer") == values["model"]:
             del values["tokenizer"]
-        for key in ("model", "tokenizer", "generation_config"):
+        for key in ("model", "tokenizer", "generation_config", "draft_model"):
             if values.get(key) and base_dir is not None and (base_dir / str(values[key])).exists():
                 values[key] = str((base_dir / str(values[key])).resolve())
         if (max_cpu_loras := values.get("max_cpu_loras")) is not None:
@@ -339,6 +361,11 @@ class EngineConfig(SchedulingSettings):
         }
 
 
+SPECULATION_SETTINGS: Mapping[str, tuple[SpeculationMethod, ...]] = {  # methods that read a setting
+    "draft_model": ("draft_model", "eagle3"),
+    "num_draft_layers": ("first_layers",),
+    "num_speculative_tokens": ("prompt_lookup", "first_layers", "draft_model", "eagle3"),
+}
 PRESSURE_SETTINGS = frozenset({"pressure_memory", "pressure_latency_ms", "pressure_quantization_critical"})
 ONE_SHOT_ONLY = frozenset({"adapter", "adapter_options", "buckets", "batch_axes", "max_input_mb", "check_finite"})
 TEXT_ONLY = PRESSURE_SETTINGS | {
@@ -348,8 +375,7 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
     "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
     "target_tpot_ms", "tensor_parallel_size", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
-    "lora_dir", "lora_modules", "lora_limits", "speculation", "num_speculative_tokens", "draft_model",
-    "num_draft_layers",
+    "lora_dir", "lora_modules", "lora_limits", "speculation", *SPECULATION_SETTINGS,
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})

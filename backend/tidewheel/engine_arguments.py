@@ -33,7 +33,10 @@ NOT_OFFERED: Mapping[str, NotOffered] = {
     for name, allowed in group["arguments"].items()
 }
 ARGUMENTS = frozenset((*HONOURED, *WITHOUT_EFFECT, *NOT_OFFERED))
-_VALUES: Mapping[str, Mapping[str, object]] = _file["values"]
+_VALUES: Mapping[str, Mapping[str, object]] = _file["values"]  # by our name
+SPECULATIVE_CONFIG = "speculative_config"  # whose keys are arguments `speculative_config.KEY` here
+_METHODS = ("speculation", *(name for name, ours in HONOURED.items() if ours == "speculation"))
+_DRAFT_MODELS = tuple(name for name, ours in HONOURED.items() if ours == "draft_model")
 
 
 def plain(value: object) -> object:
@@ -49,12 +52,27 @@ def plain(value: object) -> object:
     return None if value in ("", {}, []) else value
 
 
+def flattened(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings with each key of `speculative_config`, and the method that vLLM takes for its model."""
+    keys = plain(settings.get(SPECULATIVE_CONFIG))
+    if keys is not None and not isinstance(keys, dict):
+        return dict(settings)
+    flat = {name: value for name, value in settings.items() if name != SPECULATIVE_CONFIG}
+    flat |= {f"{SPECULATIVE_CONFIG}.{key.replace('-', '_')}": value for key, value in (keys or {}).items()}
+    model = next((str(flat[name]) for name in _DRAFT_MODELS if plain(flat.get(name)) is not None), "")
+    if model and not any(plain(flat.get(name)) is not None for name in _METHODS):
+        usual = "eagle3" if "eagle3" in model.lower() else "draft_model"
+        flat[f"{SPECULATIVE_CONFIG}.method"] = "prompt_lookup" if model in ("ngram", "[ngram]") else usual
+    return flat
+
+
 def translate(settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings by our names, without nulls and what has no effect (logged). Raise `ConfigError`."""
     translated: dict[str, object] = {}
     without_effect: list[str] = []
     origin: dict[str, str] = {}
-    for name, value in settings.items():
+    for name, value in flattened(settings).items():
+        _check_speculative_config(name, value)
         is_null = value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
         if is_null and (name, value) != ("quantization", "none"):  # which makes floats of quantised weights
             continue
@@ -76,6 +94,14 @@ def translate(settings: Mapping[str, object]) -> dict[str, object]:
     return translated
 
 
+def _check_speculative_config(name: str, value: object) -> None:
+    if name == SPECULATIVE_CONFIG:
+        raise ConfigError(f'{name} is {value!r}: it must be a JSON object, such as {{"method": "ngram"}}')
+    outer, _, key = name.partition(".")
+    if outer == SPECULATIVE_CONFIG and name not in ARGUMENTS:
+        raise ConfigError(f"{outer} has {key!r}, which is no key of vLLM's: correct it, or remove it")
+
+
 def _refuse(name: str, value: object) -> None:
     argument, asked = NOT_OFFERED[name], plain(value)
     if asked is not None and all(asked != allowed for allowed in argument.allowed):
@@ -91,5 +117,5 @@ def _translate_value(name: str, value: object) -> object:
         return int(number) >> 20
     if name == "served_model_name" and isinstance(value, list):
         return value[0] if value else None
-    values, known = _VALUES.get(name, {}), str(plain(value))
+    values, known = _VALUES.get(HONOURED.get(name, name), {}), str(plain(value))
     return plain(values[known]) if known in values else value

@@ -116,6 +116,11 @@ HIT_TOKENS = _counter(
     label="tier",
 )
 SESSION_HITS = _counter("tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits")
+DRAFTS = _counter("vllm:spec_decode_num_drafts_total", "Steps of a request that tested drafts", "num_drafts")
+DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens_total", "Tokens drafted and tested", "num_draft_tokens")
+ACCEPTED_DRAFT_TOKENS = _counter(
+    "vllm:spec_decode_num_accepted_tokens_total", "Of these, tokens accepted", "num_accepted_draft_tokens"
+)
 LORA_LOADS = _counter("tidewheel_lora_loads_total", "Copies of adapters into slots", "num_lora_loads")
 LORA_EVICTIONS = _counter("tidewheel_lora_evictions_total", "Loads that evicted an adapter", "num_lora_evictions")
 ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")

@@ -28,6 +28,8 @@ class PerfMetrics:
     priority: int  # 1 CRITICAL to 4 LOW, at most the tenant's best
     num_cached_tokens: int  # of the prompt
     weights: str = "full"  # that computed it: full, quantized or mixed
+    num_draft_tokens: int = 0  # proposed by speculative decoding
+    num_accepted_draft_tokens: int = 0  # of these, tokens of the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from tritonclient.grpc import service_pb2
 
 from tidewheel_client.answers import Chunk, PerfMetrics, Picture, TokenLogprob
 
-_PERF = tuple(field.name for field in fields(PerfMetrics) if field.name != "weights")  # an older server sends none
+_PERF = tuple(field.name for field in fields(PerfMetrics) if field.default is MISSING)
+_NEWER_PERF = tuple(field.name for field in fields(PerfMetrics) if field.default is not MISSING)
 _PLAIN = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 _NO_TEXT = bytes(4)
 _OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of an open sequence
@@ -138,8 +139,7 @@ def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> l
 def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | None:
     if not all(outputs.get(name) for name in _PERF):
         return None
-    weights = _element(outputs, "weights", index) or "full"
-    return PerfMetrics(weights=weights, **{name: outputs[name][index] for name in _PERF})
+    return PerfMetrics(**{name: outputs[name][index] for name in (*_PERF, *_NEWER_PERF) if outputs.get(name)})
 
 
 def _picture(outputs: Mapping[str, tuple[Any, ...]]) -> Picture | None:

@@ -113,6 +113,26 @@ MISTAKES = {
     "no effect": Mistake(
         "settings", "model.json:1:2", "lora_dtype", "no effect here … LoRA", "", '{"lora_dtype": "auto"}', "note"
     ),
+    "no effect in an object": Mistake(
+        "settings", "model.json:1:2", "speculative_config", "prompt_lookup_max has no effect … longest match",
+        "", '{"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}}', "note",
+    ),
+    "a method of vLLM that is not here": Mistake(
+        "settings", "model.json:1:2", "speculative_config", "speculation is 'medusa' … prompt_lookup", "",
+        '{"speculative_config": {"method": "medusa"}}',
+    ),
+    "too many drafts": Mistake(
+        "settings", "model.json:1:2", "speculative_config", "num_speculative_tokens is 64 … 1 to 32", "",
+        '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 64}}',
+    ),
+    "no object": Mistake(
+        "settings", "model.json:1:2", "speculative_config", "is 'ngram' … JSON object", "",
+        '{"speculative_config": "ngram"}',
+    ),
+    "a draft model that is missing": Mistake(
+        "model", "config.pbtxt:5:14", "parameters.draft_model", "draft_model cannot be found … /absent",
+        setting("speculation", "draft_model") + setting("draft_model", "/absent"),
+    ),
     "a dialect that Triton does not see": Mistake(
         "settings", "model.json:1:2", "io_dialect", "io_dialect in config.pbtxt", "", '{"io_dialect": "trtllm"}'
     ),

@@ -89,8 +89,11 @@ def test_what_is_not_offered_is_refused_with_the_reason(name: str) -> None:
         ("quantization_config", {"bits": 4}, "describes its quantised weights"),
         ("pipeline_parallel_size", "4", "layers are not spread over devices; set it to 1, and tensor_parallel_size"),
         ("data_parallel_size", "4", "one engine serves one copy of a model"),
-        ("speculative_config", {"method": "ngram"}, "speculative decoding is not offered"),
-        ("speculative_config", '{"method": "ngram"}', "speculative decoding is not offered"),
+        ("speculative_config", "ngram", 'must be a JSON object, such as {"method": "ngram"}'),
+        ("speculative_config", {"methd": "ngram"}, "has 'methd', which is no key of vLLM's"),
+        ("speculative_config", {"use_heterogeneous_vocab": True}, "a draft model shares the model's tokens"),
+        ("speculative_config", {"model": "a/b", "revision": "v2"}, "set draft_model to a folder"),
+        ("speculative_config", {"method": "ngram", "rejection_sample_method": "synthetic"}, "without drafts; remove"),
         ("task", "embed", "the engine generates text"),
         ("rope_scaling", {"rope_type": "yarn"}, "edit config.json"),
         ("tokenizer_mode", "slow", "tokenizer.json"),
@@ -107,10 +110,28 @@ def test_refusals_name_the_feature(name: str, value: object, words: str) -> None
     assert name in str(caught.value) and words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"speculative_config": {"method": "medusa", "model": "m"}},
+        {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'},
+        {"spec_method": "mlp_speculator"},
+    ],
+    ids=str,
+)
+def test_methods_of_vllm_that_are_not_here(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="choose one of none, prompt_lookup, first_layers, draft_model, eagle3"):
+        EngineConfig.from_settings({"model": "m", **given})
+
+
 def test_a_token_is_not_repeated() -> None:
     with pytest.raises(ConfigError, match="HF_TOKEN") as caught:
         translate({"hf_token": "hf_secret"})
     assert "hf_secret" not in str(caught.value)
+
+
+LOOKUP = {"speculation": "prompt_lookup", "num_speculative_tokens": 5, "draft_model": ""}
+DRAFT = {"num_speculative_tokens": 8, "draft_model": "a/b"}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +162,17 @@ def test_a_token_is_not_repeated() -> None:
         ({"enable_lora": "true", "max_cpu_loras": "None"}, {"enable_lora": True, "max_cpu_loras": None}),
         ({"max_cpu_loras": 4}, {"max_loras": 4, "max_cpu_loras": 4}),
         ({"max_cpu_loras": 16}, {"max_loras": 8}),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}, LOOKUP),
+        ({"speculative_config": '{"method": "suffix", "num-speculative-tokens": 5}'}, LOOKUP),
+        ({"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 5, "prompt_lookup_max": 4}}, LOOKUP),
+        ({"speculative_model": "[ngram]", "num_speculative_tokens": "5", "ngram_prompt_lookup_max": "4"}, LOOKUP),
+        ({"spec_method": "ngram", "spec_tokens": 5}, LOOKUP),
+        ({"speculative_config.method": "ngram", "speculative_config.num_speculative_tokens": 5}, LOOKUP),
+        ({"speculative_config": {"model": "a/b", "revision": None}}, {**DRAFT, "speculation": "draft_model"}),
+        ({"speculative_config": {"model": "a/b", "method": "eagle3"}}, {**DRAFT, "speculation": "eagle3"}),
+        ({"speculative_config": {"model": "a/EAGLE3-b"}}, {"speculation": "eagle3", "draft_model": "a/EAGLE3-b"}),
+        ({"speculative_model": "a/b", "num_speculative_tokens": 8}, {**DRAFT, "speculation": "draft_model"}),
+        ({"speculative_config": {}, "spec_model": None}, {"speculation": "none", "draft_model": ""}),
         ({"override_generation_config": {"top_k": 3}}, {"override_generation_config": '{"top_k": 3}'}),
     ],
     ids=str,
@@ -160,10 +192,19 @@ def test_two_names_of_one_setting() -> None:
 
 def test_one_line_names_what_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+    lookup = {"method": "ngram", "prompt_lookup_max": 4}
     EngineConfig.from_settings(
-        {"model": "m", "lora_dtype": "auto", "enable_eplb": False, "seed": 3, "quantization": None}
+        {
+            "model": "m",
+            "lora_dtype": "auto",
+            "enable_eplb": False,
+            "seed": 3,
+            "quantization": None,
+            "speculative_config": lookup,
+        }
     )
-    assert [record.message for record in caplog.records] == ["no effect here: enable_eplb, lora_dtype"]
+    names = "enable_eplb, lora_dtype, speculative_config.prompt_lookup_max"
+    assert [record.message for record in caplog.records] == [f"no effect here: {names}"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ _PERF_TENSORS: Mapping[str, tuple[str, type[np.generic]]] = {
     "kv_cache_alloc_new_blocks": ("num_new_blocks", np.int32),
     "num_cached_tokens": ("num_cached_tokens", np.int32),
     "priority": ("priority", np.int32),
+    "num_draft_tokens": ("num_draft_tokens", np.int32),
+    "num_accepted_draft_tokens": ("num_accepted_draft_tokens", np.int32),
 }
 
 
@@ -162,9 +164,12 @@ def _logprob_arrays(response: Response, response_format: ResponseFormat) -> Arra
 def _as_ensemble(arrays: Arrays) -> Arrays:
     if "kv_cache_reused_blocks" in arrays:
         reused, new = arrays["kv_cache_reused_blocks"], arrays["kv_cache_alloc_new_blocks"]
-        none = np.zeros_like(new)
-        drafts = {"total_accepted_draft_tokens": none, "total_draft_tokens": none}
-        arrays |= {"kv_cache_alloc_total_blocks": reused + new, "acceptance_rate": none.astype(np.float32), **drafts}
+        drafted, accepted = arrays["num_draft_tokens"], arrays["num_accepted_draft_tokens"]
+        arrays |= {
+            "kv_cache_alloc_total_blocks": reused + new, "total_draft_tokens": drafted,
+            "total_accepted_draft_tokens": accepted,
+            "acceptance_rate": (accepted / np.maximum(drafted, 1)).astype(np.float32),
+        }  # fmt: skip
     signed = {name: array.astype(np.int32) for name, array in arrays.items() if array.dtype == np.uint32}
     return {name: array if name == "text_output" else array[np.newaxis] for name, array in (arrays | signed).items()}
 

@@ -97,7 +97,7 @@ _COMMON_OUTPUTS = (
     *_specs("TYPE_FP32", "cumulative_logprob cum_log_probs embedding audio_seconds", (-1,)),
     *_specs("TYPE_FP32", "output_log_probs", (-1, -1)),
     *_specs("TYPE_INT32", "token_ids kv_cache_reused_blocks kv_cache_alloc_new_blocks", (-1,)),
-    *_specs("TYPE_INT32", "num_cached_tokens priority", (-1,)),
+    *_specs("TYPE_INT32", "num_cached_tokens priority num_draft_tokens num_accepted_draft_tokens", (-1,)),
     *_specs("TYPE_INT64", "arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns", (-1,)),
 )
 OUTPUTS = (*_COMMON_OUTPUTS, *_specs("TYPE_UINT32", _COUNTS, (-1,)))

@@ -208,6 +208,8 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     priority: int = 0  # granted class
     arrival_ns: int = 0
     weights: WeightsUsed = "full"
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request) -> RequestStats:
@@ -221,6 +223,8 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
             num_preemptions=request.num_preemptions,
             priority=int(request.priority),
             weights=request.weights_used,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_draft_tokens=request.num_accepted_draft_tokens,
         )
 
 

@@ -16,7 +16,7 @@ from tidewheel.adapter.repository_entry import (
     versions,
 )
 from tidewheel.config import MODEL_NOT_SET, EngineConfig
-from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT
+from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT, flattened
 from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tensors
 from tidewheel.entries.entry import CONFIG_NAME, Entry, UnreadableConfig, read_entry, served_version
 from tidewheel.entries.findings import Edit, Field, Finding, Problem, Severity, error, json_fields, place_of
@@ -243,7 +243,8 @@ def judge_settings(entry: Entry) -> SettingsJudgement:
         try:
             settings = resolve_settings(model)
             is_known = settings.engine.model != _NO_MODEL
-            return SettingsJudgement([*problems, *_without_effect(entry)], settings if is_known else None)
+            notes = _without_effect(entry, {**parameters, **from_json})
+            return SettingsJudgement([*problems, *notes], settings if is_known else None)
         except ConfigError as refusal:
             settings_left = {**parameters, **from_json}
             if str(refusal).startswith(str(model.folder / model.version / MULTI_LORA)):
@@ -274,7 +275,8 @@ def at_setting(entry: Entry, problem: Problem) -> Problem:
 
 
 def _named(message: str, settings: Mapping[str, object]) -> str:
-    here = {HONOURED.get(key, key): key for key in settings} | {key: key for key in settings}
+    names = {name: name.partition(".")[0] for name in flattened(settings)}
+    here = {HONOURED.get(name, name): key for name, key in names.items()} | names | {key: key for key in settings}
     quoted = next((key for key in settings if message.startswith(f"unknown setting {key!r}")), None)
     return quoted or next((here[word] for word in _NAME.findall(message) if word in here), "")
 
@@ -292,8 +294,8 @@ def _problem(entry: Entry, key: str, message: str, parameters: Mapping[str, str]
     return error(f"parameters.{key}", message, right_name=right_name)
 
 
-def _without_effect(entry: Entry) -> Iterator[Problem]:
-    for key in entry.settings:
-        if key in WITHOUT_EFFECT:
-            message = f"{key} has no effect here: {WITHOUT_EFFECT[key]}"
-            yield _problem(entry, key, message, entry.parameters)._replace(severity="note")
+def _without_effect(entry: Entry, settings: Mapping[str, object]) -> Iterator[Problem]:
+    for name in flattened(settings):
+        if name in WITHOUT_EFFECT:
+            message = f"{name} has no effect here: {WITHOUT_EFFECT[name]}"
+            yield _problem(entry, name.partition(".")[0], message, entry.parameters)._replace(severity="note")

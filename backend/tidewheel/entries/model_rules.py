@@ -20,6 +20,7 @@ from tidewheel.lora import parse_loras
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks
 from tidewheel.models.decoder import Decoder
+from tidewheel.models.draft_folder import check_tokens, find_draft
 from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.lora_folder import LoraFile, read_lora_config
 from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_config
@@ -80,6 +81,7 @@ class ModelJudge:
             (folder / "config.json", partial(self._read_config, folder)),
             (folder, partial(self._open_source, folder)),
             (Path(self._config.tokenizer or folder), partial(self._try_tokenizer, folder)),
+            (None, partial(self._judge_draft, folder)),
             (folder, partial(self._read_defaults, folder)),
             (None, self._judge_memory),
         ):
@@ -138,6 +140,16 @@ class ModelJudge:
         )
         with contextlib.closing(encoder):
             encoder.wait_tried()
+
+    def _judge_draft(self, folder: Path) -> Iterator[Problem]:
+        config = self._config
+        if not config.draft_model:
+            return
+        draft = find_draft(config.draft_model, config.download_dir, cached_folder)
+        if draft is None:
+            yield note("", f"draft_model is {config.draft_model!r}, which is not cached here: it was not checked")
+        elif config.speculation == "draft_model" and self._vocab_size is not None:
+            check_tokens(draft, Path(config.tokenizer or folder), self._vocab_size)
 
     def _read_defaults(self, folder: Path) -> None:
         config = self._config

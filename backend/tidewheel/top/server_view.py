@@ -141,6 +141,8 @@ class StepLine(msgspec.Struct, kw_only=True):
     tokens_per_step: Annotated[Figure, PageChange.ratio, metrics.SCHEDULED_TOKENS, metrics.STEPS]
     seconds_per_step: Annotated[Figure, PageChange.ratio, metrics.STEP_SECONDS, metrics.STEPS]
     busy: Annotated[Figure, PageChange.highest, metrics.BUSY]  # share of the time
+    accepted_drafts: Annotated[Figure, PageChange.ratio, metrics.ACCEPTED_DRAFT_TOKENS, metrics.DRAFT_TOKENS]
+    accepted_per_step: Annotated[Figure, PageChange.ratio, metrics.ACCEPTED_DRAFT_TOKENS, metrics.DRAFTS]
     token_budget: Annotated[Figure, PageChange.total, metrics.TOKEN_BUDGET]
     max_num_seqs: Annotated[Figure, PageChange.total, metrics.MAX_NUM_SEQS]
     preemptions: Annotated[Figure, PageChange.total, metrics.PREEMPTIONS]

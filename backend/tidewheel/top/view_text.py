@@ -190,6 +190,8 @@ def _steps(view: ServerView) -> TextSection:
         ("preemptions", f"{count(one.preemptions)}, {per_second(one.preemptions_rate)}"),
         ("breaker", one.breaker or NOTHING),
     ]
+    if one.accepted_drafts is not None:
+        rows.append(("drafts accepted", f"{percent(one.accepted_drafts)}, {number(one.accepted_per_step)} a step"))
     if one.restarts is not None:
         rows.append(("restarts", count(one.restarts)))
     return _pairs("steps", rows)

@@ -127,7 +127,10 @@ def test_a_stream_never_brings_the_prompt(stream: bool, exclude: bool, echo: boo
     assert (request.echo and not request.stream) is echo
 
 
-STATS = RequestStats(arrival_ns=1, first_scheduled_ns=2, num_reused_blocks=5, num_new_blocks=6, num_cached_tokens=64)
+STATS = RequestStats(
+    arrival_ns=1, first_scheduled_ns=2, num_reused_blocks=5, num_new_blocks=6, num_cached_tokens=64,
+    num_draft_tokens=8, num_accepted_draft_tokens=6,
+)  # fmt: skip
 CHUNK = OutputChunk(
     text="né",
     token_ids=[5, 6],
@@ -155,8 +158,9 @@ def test_every_output_but_the_text_has_a_batch_dimension() -> None:
         "text_output": ["né".encode()], "cum_log_probs": [[-2.0]], "output_log_probs": [[[-0.5, -1.5]]],
         "num_input_tokens": [[4]], "num_output_tokens": [[2]], "arrival_time_ns": [[1]],
         "first_scheduled_time_ns": [[2]], "kv_cache_reused_blocks": [[5]], "kv_cache_alloc_new_blocks": [[6]],
-        "kv_cache_alloc_total_blocks": [[11]], "acceptance_rate": [[0.0]], "total_accepted_draft_tokens": [[0]],
-        "total_draft_tokens": [[0]], "num_cached_tokens": [[64]], "weights": [[b"full"]],
+        "kv_cache_alloc_total_blocks": [[11]], "acceptance_rate": [[0.75]], "total_accepted_draft_tokens": [[6]],
+        "total_draft_tokens": [[8]], "num_draft_tokens": [[8]], "num_accepted_draft_tokens": [[6]],
+        "num_cached_tokens": [[64]], "weights": [[b"full"]],
     }  # fmt: skip
     declared = {spec.name: spec.data_type.removeprefix("TYPE_") for spec in TRTLLM_OUTPUTS}
     for tensor in tensors:

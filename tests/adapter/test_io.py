@@ -303,6 +303,8 @@ CHUNK = OutputChunk(
         num_cached_tokens=64,
         weights="mixed",
         priority=2,
+        num_draft_tokens=8,
+        num_accepted_draft_tokens=6,
     ),
 )
 EVERYTHING = ResponseFormat(**{flag.removeprefix("return_"): True for flag in RETURN_FLAGS})
@@ -338,6 +340,7 @@ def test_every_output() -> None:
         "num_input_tokens": [4], "num_output_tokens": [2], "token_ids": [5, 6],
         "arrival_time_ns": [1], "first_scheduled_time_ns": [2], "first_token_time_ns": [3], "last_token_time_ns": [4],
         "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6], "num_cached_tokens": [64], "priority": [2],
+        "num_draft_tokens": [8], "num_accepted_draft_tokens": [6],
         "weights": [b"mixed"],
     }  # fmt: skip
     assert logprobs == [
@@ -397,6 +400,7 @@ def test_an_element_for_each_sequence() -> None:
         "token_ids": [5, 6, 9], "arrival_time_ns": [1, 0], "first_scheduled_time_ns": [2, 0],
         "first_token_time_ns": [3, 0], "last_token_time_ns": [4, 0], "kv_cache_reused_blocks": [5, 0],
         "kv_cache_alloc_new_blocks": [6, 0], "num_cached_tokens": [64, 0], "priority": [2, 0],
+        "num_draft_tokens": [8, 0], "num_accepted_draft_tokens": [6, 0],
         "weights": [b"mixed", b"full"],
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ from tidewheel_client import (
     PerfMetrics,
     TokenLogprob,
 )
+from tidewheel_client.response_codec import chunks_of
 
 PERF = {
     "num_cached_tokens": 48,
@@ -137,6 +138,12 @@ def test_every_output_is_read(client: Client, triton: FakeTriton) -> None:
         {6: TokenLogprob(logprob=-math.inf, rank=9, decoded_token="b")},
     )
     assert chunk.perf == PerfMetrics(**PERF)
+
+
+@pytest.mark.parametrize("newer", [{}, {"weights": "mixed", "num_draft_tokens": 8, "num_accepted_draft_tokens": 6}])
+def test_figures_of_an_older_server_are_fewer(newer: dict[str, Any]) -> None:
+    (chunk,) = chunks_of({"text_output": ("x",), **{name: (value,) for name, value in {**PERF, **newer}.items()}})
+    assert chunk.perf == PerfMetrics(**PERF, **newer)
 
 
 def test_request_ids_are_made_up_when_absent(client: Client, triton: FakeTriton) -> None:

@@ -56,6 +56,8 @@ OF_THE_ENGINE = {
     "tidewheel_objectives_total", "tidewheel_objectives_met_total", "tidewheel_tenant_objectives_total",
     "tidewheel_tenant_objectives_met_total", "tidewheel_weight_steps_total", "tidewheel_turn_wait_seconds_total",
     "tidewheel_lora_loads_total", "tidewheel_lora_evictions_total",
+    "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
 }  # fmt: skip
 
 

@@ -235,6 +235,18 @@ def test_adapters() -> None:
     assert "adapters" not in as_text(second_look(page()))
 
 
+def drafts(steps: int, drafted: int, accepted: int) -> str:
+    counts = {"drafts": steps, "draft_tokens": drafted, "accepted_tokens": accepted}
+    return page(more="".join(counted(f"vllm:spec_decode_num_{name}_total", n) for name, n in counts.items()))
+
+
+def test_drafts() -> None:
+    view = second_look(drafts(10, 80, 8), drafts(30, 180, 58))
+    assert (view.steps.accepted_drafts, view.steps.accepted_per_step) == (0.5, 2.5)
+    assert "50 %, 2.50 a step" in as_text(view)
+    assert "drafts" not in as_text(second_look(drafts(0, 0, 0), drafts(0, 0, 0)))
+
+
 @pytest.mark.parametrize(
     ("text", "model", "words"),
     [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tidewheel.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_CHOICES = 1024
@@ -83,6 +83,7 @@ class TokenGrammar:
     pool: LLExecutor
     end_bit: int  # of a mask: the answer may end
     num_words: int  # of 32 bits, of a mask
+    tokenizer: LLTokenizer
 
     def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
         """Return a new matcher that has consumed `token_ids`."""

@@ -68,6 +68,8 @@ ENGINES = st.fixed_dictionaries(
         "max_inflight_steps": st.sampled_from([1, 2]),
         "preemption_mode": st.sampled_from(["recompute", "swap"]),
         "is_staged": st.booleans(),
+        "right_drafts": st.sampled_from([None, 0.2, 0.9]),
+        "filters_drafts": st.booleans(),
     }
 )
 
@@ -193,7 +195,9 @@ def test_grammars_that_become_too_complex_end_their_requests_alone(steps_in_flig
     """Even if they are many, in one step."""
     prompt = np.array([1, 2, 3], dtype=np.int32)
     tiring: Any = Tiring(5)
-    grammar = RowGrammar(TokenGrammar(tiring, tiring, end_bit=0, num_words=VOCABULARY // 32 + 1), ENDS)
+    grammar = RowGrammar(
+        TokenGrammar(tiring, tiring, end_bit=0, num_words=VOCABULARY // 32 + 1, tokenizer=tiring), ENDS
+    )
     tired = [request(f"tired-{i}", prompt, 20, grammar=grammar) for i in range(7)]
     other = request("other", prompt, 20)
     Engine(max_num_seqs=8, num_blocks=64, max_inflight_steps=steps_in_flight).run([*tired, other])

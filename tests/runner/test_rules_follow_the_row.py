@@ -93,6 +93,7 @@ ENGINES = st.fixed_dictionaries(
         "max_inflight_steps": st.sampled_from([1, 2]),
         "preemption_mode": st.sampled_from(["recompute", "swap"]),
         "is_staged": st.booleans(),
+        "right_drafts": st.sampled_from([None, 0.2, 0.9]),
     }
 )
 

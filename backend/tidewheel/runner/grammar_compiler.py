@@ -116,7 +116,7 @@ class GrammarCompiler:
             problem = _one_line(matcher.get_error())
             cause = Unsupported if _UNSUPPORTED.search(problem) else InvalidRequest
             raise cause(f"{name} cannot be followed: {_plain(problem)}")
-        return TokenGrammar(matcher, self._pool, tokens.eos_token, -(-tokens.vocab_size // 32))
+        return TokenGrammar(matcher, self._pool, tokens.eos_token, -(-tokens.vocab_size // 32), tokens)
 
 
 def _started(tokens: LLTokenizer, source: str) -> LLMatcher:

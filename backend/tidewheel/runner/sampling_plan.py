@@ -265,7 +265,7 @@ class SamplingTable:
             penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
-            masks=self.grammars.start(rows, positions) if self.grammars.states else None,
+            masks=self.grammars.start(batch, positions) if self.grammars.states else None,
             scoring=self._scoring(batch) if self._with_more else None,
             pooling=self._pooling(batch) if self._with_more else None,
             reads_all=bool(self._reads_all[rows].any()) if self._num_ranks > 1 else None,

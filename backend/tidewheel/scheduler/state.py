@@ -15,6 +15,7 @@ from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import OutputPredictor, StepTime
 from tidewheel.scheduler.goodput import Goodput
+from tidewheel.scheduler.grammar_drafts import GrammarDrafts
 from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.prompt_lookup import PromptLookup
@@ -62,9 +63,8 @@ class SchedulerState:
         if config.speculation != "none":
             most = config.num_speculative_tokens
             is_lookup = config.speculation == "prompt_lookup"
-            self.use_proposer(
-                PromptLookup(config.num_rows, config.max_model_len, most) if is_lookup else RunnerDrafts(most)
-            )
+            lookup = PromptLookup(config.num_rows, config.max_model_len, most) if is_lookup else RunnerDrafts(most)
+            self.use_proposer(GrammarDrafts(lookup, self.columns))
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.deadlines = EventHeap[Request](_is_unfinished)
         self._soft_deadlines = EventHeap[Request](_is_unfinished)

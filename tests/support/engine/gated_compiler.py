@@ -10,7 +10,7 @@ from tidewheel.grammar import TokenGrammar
 
 LIMIT_S = 60.0
 _UNUSED: Any = None
-UNUSED_GRAMMAR = TokenGrammar(_UNUSED, _UNUSED, end_bit=0, num_words=1)
+UNUSED_GRAMMAR = TokenGrammar(_UNUSED, _UNUSED, end_bit=0, num_words=1, tokenizer=_UNUSED)
 
 
 class GatedCompiler:

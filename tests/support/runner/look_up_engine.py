@@ -13,6 +13,7 @@ import torch
 
 from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import StepLoop
+from support.scheduler.guesses import Guesses, put_proposer
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import ForwardInput, ModelShape
 from tidewheel.request import Request
@@ -60,8 +61,14 @@ class Engine:
         num_blocks: int,
         is_staged: bool = False,
         fails_at: Sequence[int] = (),
+        right_drafts: float | None = None,
+        filters_drafts: bool = False,
         **scheduling: Any,
     ) -> None:
+        """Drafts are right with a chance, by the model's logits alone; None: there are none.
+
+        With `filters_drafts`, grammars filter them and add their own.
+        """
         info = RunnerInfo(
             model="", architecture="", device="", dtype="float32", vocab_size=VOCABULARY, max_model_len=CONTEXT,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_blocks=num_blocks,
@@ -70,8 +77,12 @@ class Engine:
         kv = KVTensors(CacheLayout(LookUp.shape, BLOCK_SIZE, torch.float32), num_blocks, CPU)
         cache = BlockTransfers(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
         self.runner = ModelRunner(LookUp(fails_at), cache, info, CPU, RecordingAccelerator() if is_staged else None)
-        loop = StepLoop(self.runner, num_host_blocks=NUM_HOST_BLOCKS, **scheduling)
+        method = "none" if right_drafts is None else "prompt_lookup"
+        loop = StepLoop(self.runner, num_host_blocks=NUM_HOST_BLOCKS, speculation=method, **scheduling)
         self.scheduler = loop.scheduler
+        if right_drafts is not None:
+            guesses = Guesses(max_num_seqs, VOCABULARY, lambda tokens: int(LOGITS[tokens[-1]].argmax()), right_drafts)
+            put_proposer(self.scheduler, guesses, filters_drafts=filters_drafts)
         self.core = EngineCore(
             self.scheduler, self.runner, lambda outputs: None, receive=lambda: None, clock=lambda: 0.0
         )

@@ -23,6 +23,7 @@ from common.serving import HTTP, free_ports
 from common.study import BUILD
 
 CONTEXT = 512  # tokens of a slot
+LOOKUPS = ("ngram_simple", "ngram_map_k", "ngram_mod", "ngram_cache")  # kinds of drafts from the prompt
 START_LIMIT_S = 120.0
 
 
@@ -34,11 +35,14 @@ class LlamaSettings(NamedTuple):
     flash: str = "auto"  # attention: auto, on or off
     kv_unified: bool = False
     poll: int = 50  # how long threads spin for work: 0 to 100
+    context: int = CONTEXT
+    lookup: str = ""  # one of `LOOKUPS`; empty: no drafts
 
     def flags(self) -> list[str]:
         """Return the arguments of `llama-server`."""
         numbers = {"-t": self.threads, "-tb": self.threads, "-np": self.slots, "-b": self.batch, "-ub": self.ubatch}
-        numbers |= {"--poll": self.poll, "-c": CONTEXT * self.slots, "--cache-ram": 0}
+        numbers |= {"--poll": self.poll, "-c": self.context * self.slots, "--cache-ram": 0}
+        numbers |= {"--spec-type": self.lookup.replace("_", "-")} if self.lookup else {}
         named = [str(part) for pair in numbers.items() for part in pair]
         return [*named, "-fa", self.flash, "-kvu" if self.kv_unified else "-no-kvu"]
 
@@ -135,12 +139,15 @@ def serve() -> None:
     params.model.path, params.hostnames, params.port, params.ui = model, ["127.0.0.1"], port, False
     for cpu in (params.cpuparams, params.cpuparams_batch):
         cpu.n_threads, cpu.poll = settings.threads, settings.poll
-    params.n_parallel, params.n_ctx, params.cache_ram_mib = settings.slots, CONTEXT * settings.slots, 0
+    params.n_parallel, params.n_ctx, params.cache_ram_mib = settings.slots, settings.context * settings.slots, 0
     params.n_batch, params.n_ubatch, params.kv_unified = settings.batch, settings.ubatch, settings.kv_unified
     kinds = {"auto": "AUTO", "on": "ENABLED", "off": "DISABLED"}
     params.flash_attn_type = getattr(
         xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{kinds[settings.flash]}"
     )
+    if settings.lookup:
+        types = xllamacpp.common_speculative_type
+        params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{settings.lookup.upper()}")]
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     while True:

@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels import packed_linear as package
-from tidewheel_kernels.packed_linear import PackedWeights, can_pack, packed_linear, packed_linear_cpu
+from tidewheel_kernels.packed_linear import FEW_ROWS, PackedWeights, can_pack, packed_linear, packed_linear_cpu
 
 pytestmark = needs_compiler
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
@@ -26,7 +26,7 @@ def packed(weight: torch.Tensor) -> PackedWeights:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("size", [(64, 96), (200, 576), (48, 1534), (2, 32)], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 15, 17])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 15, 17, 65])
 def test_equals_the_product_with_plain_weights(
     rows: int, size: tuple[int, int], has_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -36,6 +36,15 @@ def test_equals_the_product_with_plain_weights(
     weights = packed(weight)
     assert_close("native", expected, packed_linear(x, weights, bias), RATIO[dtype])
     assert_close("oneDNN", expected, packed_linear_cpu(x, weights, bias), RATIO[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(200, 576), (48, 1534), (64, 4096)], ids=str)
+def test_a_row_is_bitwise_the_same_beside_any_others(size: tuple[int, int], dtype: torch.dtype) -> None:
+    weights, x = packed(drawn(*size, dtype=dtype)), drawn(FEW_ROWS[dtype], size[1], dtype=dtype)
+    alone = torch.cat([packed_linear(row, weights) for row in x.split(1)])
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(packed_linear(x[:rows], weights), alone[:rows]), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,7 +28,7 @@ REPLACED = ("rms_norm", "rope_and_cache", "paged_attention", "silu_and_mul")
 add_operation(NAME)
 _decode_layers = NativeKernel(NAME, POINTER)
 
-# With more rows, operations of their own are faster (benchmarks/engine/cpu_kernels.py).
+# With more rows, operations of their own are faster (benchmarks/engine/cpu_kernels.py); from 32 on they may use AMX.
 FEW_GROUPED_ROWS = 16
 MAX_HEAD_DIM = 256
 # Begins with keys and values [num_blocks, block_size, num_kv_heads, head_dim].
@@ -87,7 +87,7 @@ class DecodeLayers:
         first = layers[0]
         self.dtype = first.input_norm.dtype
         self._head_places = heads.num_kv_heads, heads.head_dim
-        is_grouped = all(isinstance(linear.weights, LaneWeights) for layer in layers for linear in layer.linears)
+        is_grouped = any(isinstance(linear.weights, LaneWeights) for layer in layers for linear in layer.linears)
         self.max_rows = FEW_GROUPED_ROWS if is_grouped else FEW_ROWS[self.dtype]
         self._layers = (structures.LayerAddresses * len(layers))(*map(_layer_addresses, layers))
         self._decoder = structures.DecoderAddresses(

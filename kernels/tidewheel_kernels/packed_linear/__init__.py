@@ -13,15 +13,23 @@ from torch.nn.functional import pad
 
 from tidewheel_kernels.choice import add_operation, preference_for
 from tidewheel_kernels.native.huge_pages import MADV_COLLAPSE, advise
-from tidewheel_kernels.native.library import LONG, POINTER, THREADS, NativeKernel, mixed_dtypes, native_library
+from tidewheel_kernels.native.library import (
+    LONG,
+    POINTER,
+    THREADS,
+    NativeKernel,
+    mixed_dtypes,
+    native_library,
+    processor,
+)
 
 logger = logging.getLogger(__name__)
 
 # Rows for which oneDNN chooses its layout, which suits fewer too.
 PACKED_ROWS = 64
 FINELY_PADDED_ROWS = 64
-# More rows are faster in oneDNN (benchmarks/engine/cpu_kernels.py).
-FEW_ROWS = {torch.float32: 4, torch.bfloat16: 16}
+# More rows are faster in oneDNN (benchmarks/engine/cpu_kernels.py), and of bfloat16 with AMX tiles earlier.
+FEW_ROWS = {torch.float32: 64, torch.bfloat16: 16 if "amx_bf16" in processor().split() else 64}
 BLOCKS = (64, 48, 32, 16)  # outputs
 LANE_BYTES = 4
 

@@ -6,7 +6,14 @@ from torch.nn.functional import linear
 
 from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels import packed_linear as package
-from tidewheel_kernels.packed_linear import FEW_ROWS, PackedWeights, can_pack, packed_linear, packed_linear_cpu
+from tidewheel_kernels.packed_linear import (
+    FEW_ROWS,
+    PackedWeights,
+    can_pack,
+    few_rows,
+    packed_linear,
+    packed_linear_cpu,
+)
 
 pytestmark = needs_compiler
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
@@ -82,6 +89,16 @@ def test_rows_of_another_width_are_refused() -> None:
     weights = packed(drawn(64, 96, dtype=torch.float32))
     with pytest.raises(ValueError, match="x has 80 inputs, and the weights 96"):
         packed_linear(drawn(1, 80, dtype=torch.float32), weights)
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [((), (4, 16)), (("avx512f",), (64, 16)), (("avx512f", "avx512_bf16"), (64, 64)),
+     (("avx512f", "avx512_bf16", "amx_bf16"), (64, 16))],
+    ids=str,
+)  # fmt: skip
+def test_onednn_multiplies_more_rows_where_it_is_faster(features: tuple[str, ...], expected: tuple[int, int]) -> None:
+    assert tuple(few_rows(features).values()) == expected
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])

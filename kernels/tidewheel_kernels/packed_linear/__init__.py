@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.nn.functional import pad
@@ -28,8 +29,18 @@ logger = logging.getLogger(__name__)
 # Rows for which oneDNN chooses its layout, which suits fewer too.
 PACKED_ROWS = 64
 FINELY_PADDED_ROWS = 64
-# More rows are faster in oneDNN (benchmarks/engine/cpu_kernels.py), and of bfloat16 with AMX tiles earlier.
-FEW_ROWS = {torch.float32: 64, torch.bfloat16: 16 if "amx_bf16" in processor().split() else 64}
+
+
+def few_rows(features: Collection[str]) -> Mapping[torch.dtype, int]:
+    """Return how many rows the C kernel multiplies faster than oneDNN (benchmarks/engine/cpu_kernels.py).
+
+    `features` are the processor's. oneDNN is faster with AMX, and without the kernel's wide vectors.
+    """
+    has_products = "avx512_bf16" in features and "amx_bf16" not in features
+    return {torch.float32: 64 if "avx512f" in features else 4, torch.bfloat16: 64 if has_products else 16}
+
+
+FEW_ROWS = few_rows(processor().split())
 BLOCKS = (64, 48, 32, 16)  # outputs
 LANE_BYTES = 4
 

@@ -334,6 +334,14 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def retokenized(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    file = json.loads(path.read_text())
+    vocab = file["model"]["vocab"]
+    vocab["never heard of"] = vocab.pop(next(iter(vocab)))
+    path.write_text(json.dumps(file))
+
+
 def configured(**changes: object) -> Damage:
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -365,6 +373,36 @@ def test_damaged_model(write: WriteEntry, weights: Path, damage: Damage, file: s
     findings = [finding for finding in check(entry).findings if finding.rule == "model"]
     assert any(Path(finding.file).name == file and matches(words, finding.message) for finding in findings), findings
     assert all(finding.severity == "error" for finding in findings)
+
+
+@pytest.mark.parametrize("is_this_machine", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without("config.json"), "config.json does not exist"),
+        (configured(vocab_size=1 << 20), "draft_model is … of vocab_size 1048576; the model has … same tokenizer"),
+        (retokenized, "draft_model is … in whose tokenizer.json … it is not in the model's … same tokenizer"),
+        (configured(max_position_embeddings=16), "draft_model is … at most 16 tokens, and max_model_len is"),
+        (configured(architectures=["MambaForCausalLM"]), "MambaForCausalLM is not offered"),
+    ],
+)
+def test_damaged_draft_model(
+    write: WriteEntry, weights: Path, damage: Damage, words: str, is_this_machine: bool
+) -> None:
+    damage(weights)
+    entry = write("demo", CONFIG + setting("speculation", "draft_model") + setting("draft_model", str(weights)))
+    findings = check(entry, is_this_machine=is_this_machine).findings
+    found = [finding for finding in findings if finding.severity != "note"]
+    assert len(found) == 1, shown(findings)
+    assert matches(words, found[0].message), found[0].message
+
+
+def test_a_draft_model_that_fits(write: WriteEntry, weights: Path) -> None:
+    config = CONFIG + setting("speculation", "draft_model") + setting("draft_model", str(weights))
+    report = check(write("demo", config))
+    assert not report.count("error"), shown(report.findings)
+    plain = check(write("plain", CONFIG))
+    assert report.needs["demo"][1].weights == 2 * plain.needs["plain"][1].weights
 
 
 @pytest.mark.parametrize(

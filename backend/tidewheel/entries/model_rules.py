@@ -20,12 +20,13 @@ from tidewheel.lora import parse_loras
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.draft_folder import check_tokens, find_draft
-from tidewheel.models.loader import ModelPlan, plan_model
+from tidewheel.models.draft_folder import find_draft
+from tidewheel.models.loader import ModelPlan, plan_draft, plan_model
 from tidewheel.models.lora_folder import LoraFile, read_lora_config
 from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_config
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
+from tidewheel.runner.decoder_drafts import find_draft_source
 from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, total_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
@@ -81,9 +82,9 @@ class ModelJudge:
             (folder / "config.json", partial(self._read_config, folder)),
             (folder, partial(self._open_source, folder)),
             (Path(self._config.tokenizer or folder), partial(self._try_tokenizer, folder)),
-            (None, partial(self._judge_draft, folder)),
             (folder, partial(self._read_defaults, folder)),
             (None, self._judge_memory),
+            (None, self._judge_draft),
         ):
             new = [problem for problem in _with_refusal(file, step) if problem not in told]
             told += new  # several steps read `config.json`
@@ -141,16 +142,6 @@ class ModelJudge:
         with contextlib.closing(encoder):
             encoder.wait_tried()
 
-    def _judge_draft(self, folder: Path) -> Iterator[Problem]:
-        config = self._config
-        if not config.draft_model:
-            return
-        draft = find_draft(config.draft_model, config.download_dir, cached_folder)
-        if draft is None:
-            yield note("", f"draft_model is {config.draft_model!r}, which is not cached here: it was not checked")
-        elif config.speculation == "draft_model" and self._vocab_size is not None:
-            check_tokens(draft, Path(config.tokenizer or folder), self._vocab_size)
-
     def _read_defaults(self, folder: Path) -> None:
         config = self._config
         GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
@@ -168,6 +159,17 @@ class ModelJudge:
         except ConfigError as refusal:
             raise ConfigError(f"{refusal}{_remedy_of_ranks(self._plan, self._source)}") from None
         return [note("", shortened)] if shortened else ()
+
+    def _judge_draft(self) -> Iterator[Problem]:
+        config, plan = self._config, self._plan
+        if config.draft_model and find_draft(config.draft_model, config.download_dir, cached_folder) is None:
+            yield note("", f"draft_model is {config.draft_model!r}, which is not cached here: it was not checked")
+        elif plan is not None and self.needs is not None:
+            draft = find_draft_source(plan, beside=self.needs.weights)
+            if draft is not None:
+                self.needs = self.needs._replace(weights=self.needs.weights + draft.num_bytes)
+        elif plan is not None and config.speculation == "draft_model":
+            plan_draft(plan)
 
 
 def _needs(plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str, str]:

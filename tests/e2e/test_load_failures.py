@@ -175,12 +175,37 @@ def test_gguf_file_that_cannot_be_served(
         ("block_size", "17", "block_size"),
         ("kv_cache_memory_mb", "100000000", "host memory does not suffice"),
         ("max_lora_rank", "512", "1 to 256"),
+        ("num_speculative_tokens", "1000", "1 to 32"),
+        ("draft_model", "/absent", "set speculation to draft_model"),
     ],
 )
 def test_bad_setting_in_the_entry(server: Server, entry: Path, parameter: str, value: str, word: str) -> None:
     write_entry(entry, model=str(WEIGHTS), **{parameter: value})
     message = refused_load(server, entry)
     assert parameter in message and word in message
+
+
+def pad_vocabulary(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 1 << 20}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (shutil.rmtree, "draft_model cannot be found: "),
+        (pad_vocabulary, "of vocab_size 1048576; the model has "),
+        (truncate_weights, "model.safetensors"),
+    ],
+)
+def test_damaged_draft_model(
+    server: Server, entry: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    folder = Path(shutil.copytree(WEIGHTS, tmp_path / "draft"))
+    damage(folder)
+    write_entry(entry, model=str(WEIGHTS), speculation="draft_model", draft_model=str(folder))
+    message = refused_load(server, entry)
+    assert str(folder) in message and words in message
 
 
 def test_a_start_with_a_damaged_model_fails(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ SETTINGS = {
     "max_model_len": "512",
     "max_num_seqs": "4",
     "max_waiting_requests": "6",
+    "speculation": "prompt_lookup",
     "tenants": json.dumps({"acme": {"weight": 2}, "poor": {"requests_per_s": 0.5}}).replace('"', r"\""),
 }
 NUM_AT_ONCE = 14

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
 from support.models import tiny_models
+from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import GREEDY, StepLoop, poison, request
+from tidewheel.batch import NOT_DRAFTED, Int32Array, RowArray, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models import weights
 from tidewheel.request import Request
+from tidewheel.runner.drafter import Drafter
+from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.goodput import Goodput
 
 NUM_TOKENS = 24
-DRAFTS = {"speculation": "draft_model", "num_speculative_tokens": 4}
-SAMPLED = SamplingParams(temperature=0.9, top_k=40, repetition_penalty=1.1)
+NUM_DRAFTS = 4
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, repetition_penalty=1.1, logprobs=2)
+
+
+@pytest.fixture(autouse=True)
+def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use every draft, whether it pays or not."""
+    choose_by(monkeypatch, lambda counts: counts)
+
+
+def choose_by(monkeypatch: pytest.MonkeyPatch, choose: object) -> None:
+    def chosen(_: Goodput, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
+        wanted = choose(counts).astype(np.int32)
+        return np.clip(budget - np.cumsum(wanted) + wanted, 0, wanted).astype(np.int32)
+
+    monkeypatch.setattr(Goodput, "choose", chosen)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("byte-llama")
     tiny_models.save_byte_llama(folder)
     return folder
@@ -27,34 +54,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of another shape, and with other weights, over the same bytes."""
+    """Another model over the same bytes."""
     folder = tmp_path_factory.mktemp("other-llama")
     tiny_models.save_byte_llama(folder)
-    tiny_models.save(lambda: tiny_models.llama(vocab_size=256, num_hidden_layers=1, num_key_value_heads=1), folder)
+    tiny_models.save(lambda: tiny_models.llama(vocab_size=256, num_hidden_layers=1, hidden_size=32), folder)
     return folder
 
 
 def settings(model: Path, **more: object) -> EngineConfig:
-    return EngineConfig(
-        model=str(model), dtype="float32", device="cpu", max_num_seqs=8, num_blocks=64, block_size=16, num_threads=1,
-        **more,
-    )  # fmt: skip
+    given = {"max_num_seqs": 8, "num_blocks": 64, "block_size": 16, "num_threads": 1, **more}
+    return EngineConfig(model=str(model), dtype="float32", device="cpu", **given)
 
 
-def drafting(model: Path, draft: Path | None = None, **more: object) -> ModelRunner:
-    if draft is None:
-        return ModelRunner.load(settings(model, speculation="first_layers", **more))
-    return ModelRunner.load(settings(model, speculation="draft_model", draft_model=str(draft), **more))
+def drafted_by(draft: Path, model: Path, **more: object) -> EngineConfig:
+    return settings(model, speculation="draft_model", draft_model=str(draft), **more)
 
 
-def requests(count: int = 5, sampling: SamplingParams = GREEDY, num_tokens: int = NUM_TOKENS) -> list[Request]:
-    prompts = tiny_models.prompts(count, 5, 60)
-    return [request(f"r{i}", prompt % 250, num_tokens, sampling, seed=i) for i, prompt in enumerate(prompts)]
+def loop_of(runner: ModelRunner, **more: object) -> StepLoop:
+    """Return a loop with drafts over a cache, and that of the drafts, in which only what is written is a number."""
+    poison(runner)
+    for keys, values, _ in runner._drafter._model.kv_layers:
+        keys.fill_(float("nan"))
+        values.fill_(float("nan"))
+    runner._drafter._is_cached[:] = False
+    return StepLoop(runner, speculation="draft_model", num_speculative_tokens=NUM_DRAFTS, **more)
+
+
+def prompts(count: int, shortest: int = 5, longest: int = 60, *, seed: int = 0) -> list[Int32Array]:
+    return [prompt % 250 for prompt in tiny_models.prompts(count, shortest, longest, seed=seed)]
+
+
+def requests(
+    given: Sequence[Int32Array], sampling: SamplingParams = GREEDY, count: int = NUM_TOKENS
+) -> list[Request]:
+    return [request(f"r{i}", prompt, count, sampling, seed=i) for i, prompt in enumerate(given)]
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    return StepLoop(ModelRunner.load(settings(model))).run(requests())
+def plain(model: Path) -> ModelRunner:
+    return ModelRunner.load(settings(model))
+
+
+def expected(plain: ModelRunner, given: Sequence[Int32Array], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    return StepLoop(plain, prefix_caching=False).run(requests(given, sampling))
 
 
 def acceptance(loop: StepLoop) -> float:
@@ -63,15 +105,204 @@ def acceptance(loop: StepLoop) -> float:
     return stats.num_accepted_draft_tokens / stats.num_draft_tokens
 
 
-def test_a_model_accepts_all_its_own_drafts(model: Path, expected: list[list[int]]) -> None:
-    runner = drafting(model, model)
-    poison(runner)
-    loop = StepLoop(runner, **DRAFTS)
-    assert loop.run(requests()) == expected
+def check_own(loop: StepLoop, plain: ModelRunner, given: Sequence[Int32Array]) -> None:
+    assert loop.run(requests(given)) == expected(plain, given)
     assert acceptance(loop) == 1.0
 
 
-def test_all_layers_accept_all_their_drafts(model: Path, expected: list[list[int]]) -> None:
-    loop = StepLoop(drafting(model, num_draft_layers=2), **DRAFTS)
-    assert loop.run(requests()) == expected
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_a_model_accepts_all_its_own_drafts(model: Path, kv_cache_dtype: str) -> None:
+    plain = ModelRunner.load(settings(model, kv_cache_dtype=kv_cache_dtype))
+    runner = ModelRunner.load(drafted_by(model, model, kv_cache_dtype=kv_cache_dtype))
+    check_own(StepLoop(runner, speculation="draft_model", num_speculative_tokens=NUM_DRAFTS), plain, prompts(5))
+
+
+def test_all_layers_accept_all_their_drafts(model: Path, plain: ModelRunner) -> None:
+    runner = ModelRunner.load(settings(model, speculation="first_layers", num_draft_layers=2))
+    assert runner.info.kv_cache_bytes == plain.info.kv_cache_bytes
+    assert runner.info.weights_bytes == plain.info.weights_bytes
+    check_own(loop_of(runner), plain, prompts(5))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_wrong_drafts_change_nothing(model: Path, other: Path, plain: ModelRunner, sampling: SamplingParams) -> None:
+    for config in (drafted_by(other, model), settings(model, speculation="first_layers")):
+        loop = loop_of(ModelRunner.load(config))
+        assert loop.run(requests(prompts(5), sampling)) == expected(plain, prompts(5), sampling)
+        assert acceptance(loop) < 0.5
+
+
+def test_rows_catch_up_after_steps_without_drafts(
+    model: Path, plain: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may have drafts for some rows, for all, or for none."""
+    random = np.random.default_rng(0)
+    choose_by(monkeypatch, lambda counts: counts * (random.random(len(counts)) < 0.3))
+    check_own(loop_of(ModelRunner.load(drafted_by(model, model))), plain, prompts(8))
+
+
+def test_rejected_drafts_leave_nothing_behind(
+    model: Path, plain: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows a rejected draft in the draft model's cache is computed again, also some plain steps later."""
+    runner = ModelRunner.load(drafted_by(model, model))
+    random, draft = np.random.default_rng(0), runner._drafter._model.draft
+    wrong: list[bool] = []
+
+    def sometimes_wrong(*arguments: object, **more: object) -> torch.Tensor:
+        tokens = draft(*arguments, **more)
+        wrong.append(bool(random.random() < 0.5))
+        return (tokens + 1) % 250 if wrong[-1] else tokens
+
+    choose_by(monkeypatch, lambda counts: counts * (random.random() < 0.5))
+    monkeypatch.setattr(runner._drafter._model, "draft", sometimes_wrong)
+    loop = loop_of(runner)
+    assert loop.run(requests(prompts(1))) == expected(plain, prompts(1))
+    assert 0.0 < acceptance(loop) < 1.0
+    monkeypatch.setattr(runner._drafter._model, "draft", draft)
+    before = loop.scheduler.stats()
+    assert loop.run(requests(prompts(1, seed=3))) == expected(plain, prompts(1, seed=3))
+    after = loop.scheduler.stats()
+    num_drafts = after.num_draft_tokens - before.num_draft_tokens
+    assert after.num_accepted_draft_tokens - before.num_accepted_draft_tokens == num_drafts > 0
+
+
+def test_preempted_and_swapped_rows_draft_as_before(model: Path, plain: ModelRunner) -> None:
+    runner = ModelRunner.load(drafted_by(model, model, swap_space=0.01))
+    for mode in ("swap", "recompute"):
+        loop = loop_of(runner, num_blocks=8, num_host_blocks=16, preemption_mode=mode)
+        check_own(loop, plain, prompts(3, 32, 32))
+        assert loop.scheduler.stats().num_preemptions > 0
+
+
+def num_drafted_tokens(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the tokens that the draft model computes in each step from now on."""
+    counts: list[int] = []
+    computed = Drafter._computed
+
+    def counted(self: Drafter, step: ScheduledBatch, **more: bool) -> torch.Tensor:
+        counts.append(step.num_tokens)
+        return computed(self, step, **more)
+
+    monkeypatch.setattr(Drafter, "_computed", counted)
+    return counts
+
+
+def test_rows_that_share_a_prefix_compute_it_once(
+    model: Path, plain: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner.load(drafted_by(model, model))
+    shared = prompts(1, 64, 64)[0]
+    first, second = ([np.concatenate((shared, end))] for end in prompts(2, 7, 7, seed=1))
+    loop = loop_of(runner)
+    counts = num_drafted_tokens(runner, monkeypatch)
+    check_own(loop, plain, first)
+    assert counts[0] == 64 + 7 + 1
+    counts.clear()
+    check_own(loop, plain, second)
+    assert counts[0] == 7 + 1
+    counts.clear()
+    group = requests(second)
+    group.append(request("fork", second[0], NUM_TOKENS, leader=group[0]))
+    assert loop.run(group) == 2 * expected(plain, second)
     assert acceptance(loop) == 1.0
+
+
+def test_blocks_of_another_prompt_are_not_taken_for_cached(model: Path, plain: ModelRunner) -> None:
+    """Few blocks serve many prompts, one after the other."""
+    loop = loop_of(ModelRunner.load(drafted_by(model, model)), num_blocks=7)
+    for seed in range(6):
+        check_own(loop, plain, prompts(1, 40, 60, seed=seed))
+
+
+def test_a_long_prompt_is_drafted_for_once_the_draft_model_has_it(model: Path, plain: ModelRunner) -> None:
+    """Catching up takes at most max_num_batched_tokens of a step; until then a row gets no drafts."""
+    runner = ModelRunner.load(drafted_by(model, model, max_num_batched_tokens=48))
+    loop, given = loop_of(runner, token_budget=48), prompts(2, 100, 120)
+    run, missing = runner.run, []
+
+    def seen(batch: ScheduledBatch) -> SampledTokens:
+        sampled = run(batch)
+        if sampled.draft_tokens is not None:
+            missing.append(int((sampled.draft_tokens == NOT_DRAFTED).sum()))
+        return sampled
+
+    runner.run = seen
+    check_own(loop, plain, given)
+    assert missing[0] > 0 and missing[-1] == 0
+
+
+@pytest.mark.usefixtures("one_rounding")
+def test_drafts_are_staged_as_on_a_gpu(model: Path, plain: ModelRunner, accelerator: RecordingAccelerator) -> None:
+    small = {"max_num_seqs": 5, "max_num_batched_tokens": 64, "max_model_len": 128}
+    given = prompts(4, 5, 40)
+    for config in (
+        drafted_by(model, model, **small),
+        settings(model, speculation="first_layers", num_draft_layers=2, **small),
+    ):
+        loop = loop_of(ModelRunner.load(config), token_budget=64)
+        assert loop.run(requests(given)) == expected(plain, given)
+        assert acceptance(loop) == 1.0
+    assert accelerator.pools[-1].graphs
+
+
+def test_first_layers_draft_with_the_copy_in_use(tmp_path: Path) -> None:
+    tiny_models.save(lambda: tiny_models.llama(intermediate_size=128), tmp_path)
+    runner = ModelRunner.load(
+        settings(tmp_path, speculation="first_layers", num_draft_layers=2, pressure_quantization="int8")
+    )
+    loop, run = loop_of(runner), runner.run
+    runner.run = lambda batch: run(dataclasses.replace(batch, weights="quantized"))
+    loop.run(requests(prompts(3)))
+    assert acceptance(loop) == 1.0
+
+
+def test_the_budget_counts_the_cache_and_the_weights_of_a_draft_model(model: Path, other: Path) -> None:
+    def loaded(config: EngineConfig) -> RunnerInfo:
+        return ModelRunner.load(dataclasses.replace(config, num_blocks=None, kv_cache_memory_mb=1)).info
+
+    alone, both = loaded(settings(model)), loaded(drafted_by(other, model))
+    draft = ModelRunner.load(settings(other)).info
+    of_block = sum(info.kv_cache_bytes // info.num_blocks for info in (alone, draft))
+    assert both.num_blocks == (1 << 20) // of_block < alone.num_blocks
+    assert both.kv_cache_bytes == both.num_blocks * of_block
+    assert both.weights_bytes == alone.weights_bytes + draft.weights_bytes
+
+
+def refusal(config: EngineConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ModelRunner.load(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_drafts_that_cannot_be_are_refused_in_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_models.save_byte_llama(tmp_path)
+    assert refusal(settings(model, speculation="first_layers", num_draft_layers=3)) == (
+        "num_draft_layers is 3: the model has 2 layers; set it to at most 2"
+    )
+    tiny_models.save(lambda: tiny_models.llama(vocab_size=256, max_position_embeddings=100), tmp_path)
+    assert refusal(drafted_by(tmp_path, model)) == (
+        f"draft_model is {tmp_path}: it was made for at most 100 tokens, and max_model_len is 256: set that to at "
+        "most 100"
+    )
+    assert ModelRunner.load(drafted_by(tmp_path, model, max_model_len=100)).info.max_model_len == 100
+    monkeypatch.setattr(tiny_models, "VOCAB_SIZE", 256)
+    config = transformers.GPT2Config(vocab_size=256, n_positions=256, n_embd=64, n_layer=1, n_head=4)
+    tiny_models.save(lambda: transformers.GPT2LMHeadModel(config), tmp_path)
+    assert refusal(drafted_by(tmp_path, model)) == (
+        f"draft_model is {tmp_path}: GPT2LMHeadModel does not run on the native decoder, which drafts: take another"
+    )
+    assert refusal(settings(tmp_path, speculation="first_layers")) == (
+        "speculation is first_layers: GPT2LMHeadModel does not run on the native decoder, whose layers draft; set it "
+        "to prompt_lookup"
+    )
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights_bytes = ModelRunner.load(settings(model)).info.weights_bytes
+    monkeypatch.setattr(weights, "available_host_bytes", lambda: 2 * weights_bytes - 1)
+    ModelRunner.load(settings(model))
+    assert refusal(drafted_by(model, model)).startswith(f"draft_model is {model}: its weights and the model's need ")

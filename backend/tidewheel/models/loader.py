@@ -82,7 +82,8 @@ class ModelPlan(NamedTuple):
             empty = self.decoder(source, torch.device("meta"))
             can_round, num_bytes = not (empty.to_fill or self.config.deterministic), empty.weights_bytes
         of_device = num_bytes * (self.shard.num_ranks if self.device.type == "cpu" else 1)  # ranks share the host
-        check_weights_fit(beside + of_device, self.dtype, self.device, can_round=can_round)
+        name = "its weights and the model's" if beside else "the weights"
+        check_weights_fit(beside + of_device, self.dtype, self.device, can_round=can_round, name=name)
         return num_bytes
 
     def decoder(self, source: WeightSource, device: torch.device) -> NativeModel:

@@ -9,7 +9,9 @@ from tidewheel.settings import shown_bytes
 BYTES_OF_ROUNDED = {"int8": 17 / 16, "int4": 5 / 8}  # of a weight, with scales and minimums
 
 
-def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device, *, can_round: bool = False) -> None:
+def check_weights_fit(
+    num_bytes: int, dtype: torch.dtype, device: torch.device, *, can_round: bool = False, name: str = "the weights"
+) -> None:
     """Raise `ConfigError`, with what would fit, if weights exceed free memory; `can_round`: `quantization` helps."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -18,7 +20,7 @@ def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device, 
         free = total = available_host_bytes()
         room = f"{shown_bytes(free)} of host memory are free"
     if num_bytes > free:
-        needed = f"the weights need {shown_bytes(num_bytes)} as {str(dtype).removeprefix('torch.')}"
+        needed = f"{name} need {shown_bytes(num_bytes)} as {str(dtype).removeprefix('torch.')}"
         raise ConfigError(
             f"{needed}, and {room}: {_what_would_fit(num_bytes, dtype, free, total, device, can_round)}"
         )

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from tidewheel.audio_file import SAMPLES_PER_POSITION
+from tidewheel.batch import SPARE_LOGITS
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, Progress
@@ -180,7 +181,8 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
         return GraphSizes()
     budget = config.max_num_batched_tokens
     prompts = prompt_sizes(budget) if isinstance(parts.model, Decoder) else ()
-    decodes, shape = decode_sizes(min(config.max_num_seqs, budget)), parts.model.shape
+    most = config.max_num_seqs + (0 if config.speculation == "none" else SPARE_LOGITS)
+    decodes, shape = decode_sizes(min(most, budget)), parts.model.shape
     if config.deterministic:
         return GraphSizes(decodes, prompts)
     unsplit = unsplit_sizes(decodes, shape.num_kv_heads, parts.info.max_model_len, parts.device)

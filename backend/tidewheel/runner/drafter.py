@@ -1,4 +1,4 @@
-"""Drafts that a model makes on the device, before the step's forward pass verifies them.
+"""DraftedTokens that a model makes on the device, before the step's forward pass verifies them.
 
 The draft model computes what it lacks of a row's tokens when the row wants drafts, and nothing in other steps. Its
 keys and values lie in the blocks of the serving model, where a slot counts as cached until the serving model computes
@@ -56,7 +56,7 @@ class DraftParts(Protocol):
         """Return the model with room for all blocks of `kv`, the serving model's cache."""
 
 
-class Drafts(NamedTuple):
+class DraftedTokens(NamedTuple):
     entries: Int64Array  # [D] indices into the batch
     token_ids: torch.Tensor  # [D] int64, on the device
 
@@ -89,7 +89,7 @@ class Drafter:
         self._num_cached = np.zeros(info.max_num_seqs, dtype=np.int32)  # leading tokens of each row
         self._is_cached = np.zeros((len(kv.blocks), info.block_size), dtype=np.bool_)
 
-    def begin(self, batch: ScheduledBatch, host: HostInputs, changes: Group) -> tuple[Drafts | None, Group]:
+    def begin(self, batch: ScheduledBatch, host: HostInputs, changes: Group) -> tuple[DraftedTokens | None, Group]:
         """Make the drafts of a batch, if it wants any. Return them, and the changes that are left to apply."""
         if self._model.has_cache:
             self._follow(batch, host)
@@ -111,7 +111,7 @@ class Drafter:
         rows = batch.rows[firsts]
         self._num_cached[rows] = np.minimum(self._num_cached[rows], batch.start_positions[firsts])
 
-    def _draft(self, batch: ScheduledBatch, changes: Group) -> Drafts:
+    def _draft(self, batch: ScheduledBatch, changes: Group) -> DraftedTokens:
         """Store drafts in the row table, after the batch's `changes`. A row that lacks too many tokens gets none."""
         if changes:
             self._rows.apply(batch, self._sender({"changes": changes})["changes"])
@@ -123,7 +123,7 @@ class Drafter:
         num_missing = ends - starts
         counts = np.clip(self._most_tokens - (np.cumsum(num_missing) - num_missing), 0, num_missing)
         if not counts.any():  # `shift` leaves nothing of one token
-            return Drafts(wanted.entries[:0], torch.empty(0, dtype=torch.int64))
+            return DraftedTokens(wanted.entries[:0], torch.empty(0, dtype=torch.int64))
         is_complete = (counts == num_missing) & (counts > 0)
         first = _catch_up(wanted.rows, starts, counts, is_complete)
         entries, tokens = [wanted.entries[is_complete]], [self._computed(first, is_first=True)]
@@ -134,7 +134,7 @@ class Drafter:
             starts = wanted.num_known + np.int32(index - 1 - self._model.shift)
             entries.append(wanted.entries + index)
             tokens.append(self._computed(_step(wanted.rows, starts, ones, ones > 0), is_first=False))
-        return Drafts(np.concatenate(entries), torch.cat(tokens))
+        return DraftedTokens(np.concatenate(entries), torch.cat(tokens))
 
     def _computed(self, step: ScheduledBatch, *, is_first: bool) -> torch.Tensor:
         """Return the next tokens [S] int64 of a step's rows, which are also stored."""

@@ -11,7 +11,7 @@ import torch
 from tidewheel.batch import NOT_DRAFTED, TO_DRAFT, Int32Array, Launch, SampledTokens, ScheduledBatch
 from tidewheel.models.shard import Shard
 from tidewheel.runner.accelerator import CudaAccelerator
-from tidewheel.runner.drafter import Drafts
+from tidewheel.runner.drafter import DraftedTokens
 from tidewheel.runner.inputs import DeviceArrays
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PoolingPlan, PromptScoring, SamplingPlan
 from tidewheel.sampling import TopLogprobs
@@ -144,7 +144,7 @@ class PendingStep:
     sampled: SamplerOutput
     accelerator: InitVar[CudaAccelerator | None]
     launch: Launch
-    drafts: Drafts | None = None
+    drafts: DraftedTokens | None = None
 
     def __post_init__(self, accelerator: CudaAccelerator | None) -> None:
         self._result: SampledTokens | None = None

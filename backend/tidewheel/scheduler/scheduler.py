@@ -255,8 +255,9 @@ def _commit_step(
     columns, speculation = state.columns, state.speculation
     drafts = batch.draft_tokens if sampled.draft_tokens is None else sampled.draft_tokens
     follows = _following(columns, batch, drafts, sampled) if step.has_drafts else np.ones(len(step.rows), np.bool_)
-    ended = _fail_not_finite(state, step, sampled, follows, now)
     live = follows & (columns.epochs.take(step.rows) == step.epochs)
+    fails = live & (sampled.token_ids == SampledTokens.NOT_FINITE)
+    live &= ~fails
     _keep_of_prompts(columns, batch, step, sampled, live)
     rows, starts, counts = step.rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
     columns.num_computed_tokens[rows] = starts + counts
@@ -278,6 +279,7 @@ def _commit_step(
             speculation.observe_drafts(step.rows, drafts, follows)
         speculation.observe(rows, tokens)
     _charge_tenants(state, rows)
+    ended = _fail_not_finite(state, step.rows[fails], now)
     for index, reason in _find_endings(columns, rows, tokens, num_tokens):
         request = requests[index]
         request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
@@ -313,14 +315,9 @@ def _following(columns: RowColumns, batch: ScheduledBatch, drafts: Int32Array, s
     return accepted(drafts, np.where(stops, SampledTokens.NOT_SAMPLED, sampled.token_ids))
 
 
-def _fail_not_finite(
-    state: SchedulerState, step: InFlightStep, sampled: SampledTokens, follows: BoolArray, now: float
-) -> list[Request]:
+def _fail_not_finite(state: SchedulerState, rows: RowArray, now: float) -> list[Request]:
     failed = []
-    for index in ((sampled.token_ids == SampledTokens.NOT_FINITE) & follows).nonzero()[0].tolist():
-        row = int(step.rows[index])
-        if state.columns.epochs[row] != step.epochs[index]:
-            continue
+    for row in rows.tolist():
         request = state.columns.write_back(row)
         request.error = request.error or _no_token(request)
         state.end(request, FinishReason.ERROR, now, keep_cached=False)

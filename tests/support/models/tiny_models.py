@@ -134,9 +134,9 @@ def save(make: Callable[[], PreTrainedModel], folder: Path, *, shard_size: str =
     return model.eval()
 
 
-def save_byte_llama(folder: Path) -> PreTrainedModel:
+def save_byte_llama(folder: Path, **changes: object) -> PreTrainedModel:
     """Save a Llama whose token ids are bytes, with its tokenizer; greedy by default, ids 250 and 251 end a text."""
-    model = save(lambda: llama(vocab_size=256), folder)
+    model = save(lambda: llama(vocab_size=256, **changes), folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from copy import copy
 
 import torch
@@ -16,22 +17,26 @@ from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, fits_decode_layers
 from tidewheel_kernels.lora import LoraGroups, LoraSizes, lora_stack
 
+StateTap = Callable[[torch.Tensor, torch.Tensor], None]  # of states [T, hidden_size] and their slots [T] int64
+
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str, cos_sin: torch.Tensor) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, prefix: str, cos_sin: torch.Tensor, in_features: int
+    ) -> None:
         self._cos_sin, self.is_invariant = cos_sin, weights.is_invariant
         shard = weights.shard
         self._num_q_heads, self._num_kv_heads = shard.count(config.num_q_heads), shard.count(config.num_kv_heads)
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         self.sliding_window = config.sliding_windows[layer]
-        hidden, q_width = config.hidden_size, config.num_q_heads * config.head_dim
-        kv_width = config.num_kv_heads * config.head_dim
+        q_width, kv_width = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         projections = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv = weights.linear(
-            prefix, hidden, projections, bias=config.qkv_bias, split="outputs", unit=config.head_dim
+            prefix, in_features, projections, bias=config.qkv_bias, split="outputs", unit=config.head_dim
         )
-        self.output = weights.linear(prefix, q_width, {"o_proj": hidden}, bias=config.output_bias, split="inputs")
+        outputs = {"o_proj": config.hidden_size}
+        self.output = weights.linear(prefix, q_width, outputs, bias=config.output_bias, split="inputs")
         self.q_norm = weights.tensor(f"{prefix}q_norm", config.head_dim) if config.qk_norm else None
         self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
 
@@ -59,11 +64,18 @@ class GatedMLP:
 class DecoderLayer:
     """Layer in three parts, of which only attention depends on sequence lengths."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor) -> None:
-        prefix = f"model.layers.{layer}."
+    tap: StateTap | None = None  # takes the residual stream before the layer
+
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor,
+        prefix: str = "model.layers.{}.", num_inputs: int = 1,
+    ) -> None:  # fmt: skip
+        """`num_inputs`: vectors [hidden_size] that attention reads for each token."""
+        prefix = prefix.format(layer)
         self._eps = config.rms_norm_eps
         self.input_norm = weights.tensor(f"{prefix}input_layernorm", config.hidden_size)
-        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", cos_sin)
+        in_features = num_inputs * config.hidden_size
+        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", cos_sin, in_features)
         self.mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm", config.hidden_size)
         self.mlp = GatedMLP(config, weights, f"{prefix}mlp.")
 
@@ -72,6 +84,8 @@ class DecoderLayer:
     ) -> AttentionInput:
         """Add `x` [T, hidden_size] to the residual, compute queries, and write keys and values."""
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
+        if self.tap is not None:
+            self.tap(residual, places.slots)
         return AttentionInput(self.attention.queries(normed, places, kv), residual)
 
     def attend(
@@ -146,6 +160,12 @@ class Decoder(NativeModel):
             linear.lora = lora_stack(sizes, linear.weight.dtype, device)
             self.lora_bytes += linear.lora.num_bytes
         self.weights_bytes += self.lora_bytes
+
+    def add_taps(self, taps: Mapping[int, StateTap]) -> None:
+        """Hand out the states before some layers from now on, by layer: the C call of all layers has none."""
+        for layer, tap in taps.items():
+            self.layers[layer].tap = tap
+        self._decode_layers.clear()
 
     def pack(self) -> None:
         """Arrange weights, all loaded, for computation, and bind those of decode steps of few rows."""

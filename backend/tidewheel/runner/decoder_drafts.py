@@ -13,6 +13,7 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import ModelPlan, load_model, num_first_layers, plan_draft, refused_draft
 from tidewheel.models.weight_source import WeightSource
 from tidewheel.runner.drafter import DraftParts
+from tidewheel.runner.eagle3 import Eagle3Source
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, cache_layout
 
 
@@ -65,6 +66,9 @@ def find_draft_source(plan: ModelPlan, beside: int) -> DraftSource | None:
     """Return what drafts for a model, None if no model does. `beside`: bytes of its weights. Raise `ConfigError`."""
     if plan.config.speculation == "first_layers":
         return DraftSource(0, partial(_first_layers, num_first_layers(plan)))
+    if plan.config.speculation == "eagle3":
+        head = Eagle3Source.of(plan, beside)
+        return DraftSource(head.num_bytes, head.load)
     if plan.config.speculation != "draft_model":
         return None
     draft = plan_draft(plan)

@@ -175,11 +175,7 @@ class KVTensors:
         stored = (layout.block_bytes // (2 * shape.num_layers),) if layout.dtype == INT8 else of_block
         size = (shape.num_layers, 2, num_blocks, *stored)
         dtype = torch.uint8 if layout.dtype == FP8 else layout.dtype
-        if device.type == "cpu":  # torch.zeros commits all memory at once: minutes for many GiB
-            memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._tensor = torch.frombuffer(memory, dtype=dtype).view(size)
-        else:
-            self._tensor = torch.zeros(size, dtype=dtype, device=device)
+        self._tensor = empty_slots(size, dtype, device)
         self.num_bytes, self.device = self._tensor.nbytes, self._tensor.device
         scales = [None] * shape.num_layers if layout.scales is None else layout.scales
         caches = codes_of(self._tensor, *of_block) if layout.dtype == INT8 else self._tensor.view(layout.dtype)
@@ -201,6 +197,15 @@ class KVTensors:
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
         source, target = (index_on(self._tensor.device, ids) for ids in (sources, targets))
         copy_blocks(self._tensor.flatten(0, 1), source, target)
+
+
+def empty_slots(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On a CPU `torch.zeros` would commit all memory at once: minutes for many GiB."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(size)
 
 
 def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:

@@ -15,6 +15,8 @@ from tidewheel.cli.main import main
 from tidewheel.entries.checking import check
 from tidewheel.entries.entry import parse_config
 
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+
 
 def migrate(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> list[str]:
     ended = main(["migrate", *map(str, arguments)])
@@ -69,6 +71,7 @@ parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
         "max_lora_rank": 8,
         "dtype": "half",
         "speculative": 1,
+        "speculative_config": LOOKUP,
     }
     entry = write("one", config, settings)
     printed = "\n".join(migrate(capsys, entry, "--out", tmp_path / "out", code=1))
@@ -85,7 +88,13 @@ parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
 """
     )
     kept = json.loads((new / "1" / "model.json").read_text())
-    assert kept == {"model": str(WEIGHTS), "max_lora_rank": 8, "dtype": "half", "speculative": 1}
+    assert kept == {
+        "model": str(WEIGHTS),
+        "max_lora_rank": 8,
+        "dtype": "half",
+        "speculative": 1,
+        "speculative_config": LOOKUP,
+    }
     for words in (
         "config.pbtxt:2:1: changed: max_batch_size is 4", "config.pbtxt:5:3: changed: input 'embedding_request'",
         "config.pbtxt:12:20: changed: preferred_batch_size", "config.pbtxt:14:3: changed: ENABLE_VLLM_HEALTH_CHECK",
@@ -97,6 +106,15 @@ parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
     assert (unknown.rule, unknown.field) == ("settings", "speculative")
     (new / "1" / "model.json").write_text(json.dumps({**kept, "speculative": None}))
     assert check(tmp_path / "out").count("error") == 0
+
+
+def test_a_method_that_is_not_here_is_left_out(
+    write: WriteEntry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"model": str(WEIGHTS), "speculative_config": {"method": "medusa", "model": "a/b"}}
+    printed = "\n".join(migrate(capsys, write("one", 'backend: "vllm"\n', settings), "--out", tmp_path / "out"))
+    assert "changed: speculation is 'medusa': choose one of" in printed
+    assert json.loads((tmp_path / "out" / "one" / "1" / "model.json").read_text()) == {"model": str(WEIGHTS)}
 
 
 def test_several_adapters_of_the_vllm_backend(

@@ -127,7 +127,8 @@ def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
         refused = (problem for problem in rule(entry) if problem.severity == "error")
         yield from ((name, problem) for problem in refused if _is_there(entry, problem))
     for problem in judge_settings(entry).problems:
-        if _is_there(entry, problem) and not is_unknown_setting(problem):
+        is_key_without_effect = problem.severity == "note" and problem.message.startswith(f"{problem.field}.")
+        if _is_there(entry, problem) and not (is_unknown_setting(problem) or is_key_without_effect):
             yield "settings", problem
 
 

@@ -170,6 +170,11 @@ static void store_and_attend(const Step *s, int64_t layer, int64_t piece) {
     attend_kv_head(s, layer, piece);
 }
 
+/* Attend with successive rows one after the other, as they may share a head's keys. */
+static void attend_by_heads(const Step *s, int64_t layer, int64_t piece) {
+    attend_kv_head(s, layer, piece % s->num_rows * s->model->num_kv_heads + piece / s->num_rows);
+}
+
 /* Return whether some row attends to a key that the row before it stores: such rows are successive tokens of one
    sequence. */
 static int has_successive_tokens(const Step *s) {
@@ -251,7 +256,7 @@ static void run_layers(const Step *s, Stage *stages, int stores_first) {
         run_product(s, stages + 1, shrink_qkv, project, layer, QKV);
         if (stores_first) {
             run(s, stages + 13, store_kv_head, layer, s->num_rows * m->num_kv_heads);
-            run(s, stages + 3, attend_kv_head, layer, s->num_rows * m->num_kv_heads);
+            run(s, stages + 3, attend_by_heads, layer, s->num_rows * m->num_kv_heads);
         } else {
             run(s, stages + 3, store_and_attend, layer, s->num_rows * m->num_kv_heads);
         }

@@ -56,7 +56,7 @@ from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sa
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
 from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, StepGraphs, StepModel
 from tidewheel.runner.thread_count import StepThreads
-from tidewheel.runner.warm_up import demanding_batch, warm_up
+from tidewheel.runner.warm_up import MEASURED_S, demanding_batch, measure_decodes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +118,17 @@ class ModelRunner:
         if accelerator is not None:
             warm_up(info, runner.run_with_each, report)
         graph_bytes = runner.capture(sizes, report).total
+        decode_seconds: list[tuple[int, float]] = []
+        if config.speculation != "none":
+            limit_s = MEASURED_S if parts.shard.num_ranks == 1 else None  # ranks run the same steps
+            decode_seconds = measure_decodes(info, runner.run, limit_s)
         seconds = parts.stages.seconds()
         if parts.compile_log is not None:
             parts.compile_log.begin_serving()
         runner.info = msgspec.structs.replace(
-            info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
-        )
+            info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds,
+            decode_seconds=decode_seconds,
+        )  # fmt: skip
         runner._claim = parts.claim
         if accelerator is None and torch.get_num_threads() > 1:
             runner._threads = StepThreads(torch.get_num_threads(), is_fixed=config.num_threads is not None)

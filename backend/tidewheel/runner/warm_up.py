@@ -1,4 +1,4 @@
-"""Synthetic steps that compile kernels before the first request.
+"""Synthetic steps that compile kernels before the first request, and whose seconds are measured.
 
 triton-lang compiles a kernel for each combination of constants, argument types, and whether integers are 1 or
 multiples of 16.
@@ -6,14 +6,17 @@ multiples of 16.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch
+from tidewheel.batch import NO_DRAFT, NO_TRANSFERS, SPARE_LOGITS, Int32Array, NewRow, ScheduledBatch, no_ids
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.request import Request
@@ -23,6 +26,10 @@ from tidewheel.sampling import SamplingParams
 
 STAGE = "kernels"
 GROWTH = 4
+MEASURED_CONTEXT = 128  # tokens of each measured row
+MEASURED_S = 1.0  # for all sizes
+LEAST_MEASURED = 8  # entries; larger steps are left out once the time is over
+NUM_MEASURED = 3  # steps of each size
 
 
 class WarmUpRow(NamedTuple):
@@ -69,6 +76,50 @@ def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
     for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
     yield from _moved(1 + len(steps), info)
+
+
+def measure_decodes(
+    info: RunnerInfo, run: Callable[[ScheduledBatch], object], limit_s: float | None = MEASURED_S
+) -> list[tuple[int, float]]:
+    """Return the median seconds of steps of 1, 2, 4, … decodes. Without a limit, ranks run the same steps."""
+    measured: list[tuple[int, float]] = []
+    started = time.monotonic()
+    is_over = lambda: limit_s is not None and time.monotonic() - started > limit_s  # noqa: E731
+    num_entries, most = 1, min(info.max_num_seqs + SPARE_LOGITS, info.max_num_batched_tokens)
+    while num_entries <= most and (num_entries <= LEAST_MEASURED or not is_over()):
+        batch = _decode_batch(info, num_entries)
+        if batch is None:
+            break
+        run(batch)
+        batch = dataclasses.replace(
+            batch, new_rows=(), block_rows=no_ids(), block_indices=no_ids(), block_ids=no_ids()
+        )
+        seconds: list[float] = []
+        while not seconds or (len(seconds) < NUM_MEASURED and not is_over()):
+            before = time.perf_counter()
+            run(batch)
+            seconds.append(time.perf_counter() - before)
+        measured.append((num_entries, statistics.median(seconds)))
+        num_entries *= 2
+    return measured
+
+
+def _decode_batch(info: RunnerInfo, num_entries: int) -> ScheduledBatch | None:
+    """Return a step of that many decodes, with drafts if there are fewer rows; None if the context is too short."""
+    num_rows = min(num_entries, info.max_num_seqs)
+    rows = np.arange(num_entries, dtype=np.int32) * num_rows // num_entries
+    places = np.arange(num_entries, dtype=np.int32) - np.searchsorted(rows, rows).astype(np.int32)
+    most = int(places.max()) + 1
+    context = min(MEASURED_CONTEXT, min(info.max_model_len, info.num_blocks * info.block_size) - most)
+    if context < 0:
+        return None
+    ones = np.ones(num_entries, dtype=np.int32)
+    return dataclasses.replace(
+        _batch(0, [WarmUpRow(context, most, GREEDY)] * num_rows, info.block_size),
+        rows=rows, start_positions=context + places, num_scheduled_tokens=ones, samples=ones.astype(np.bool_),
+        num_decodes=num_entries, num_tokens=num_entries,
+        draft_tokens=np.where(places > 0, 0, NO_DRAFT).astype(np.int32) if most > 1 else no_ids(),
+    )  # fmt: skip
 
 
 def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:

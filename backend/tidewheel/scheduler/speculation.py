@@ -14,7 +14,7 @@ import numpy as np
 from tidewheel.batch import NO_DRAFT, TO_DRAFT, BoolArray, Int32Array, RowArray, ScheduledBatch
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowColumns
-from tidewheel.scheduler.goodput import Goodput
+from tidewheel.scheduler.goodput import DecodeStep, Goodput
 from tidewheel.stats import EngineStats
 
 ANY_BUDGET = 1 << 30
@@ -150,4 +150,8 @@ class Speculation:
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn the seconds of the step that was observed last, if it had decodes alone."""
         if self._last is not None and batch.num_decodes == len(batch.rows):
-            self._goodput.observe_step(*self._last, batch.num_decodes, seconds)
+            step = DecodeStep(len(batch.rows))
+            if len(batch.draft_tokens):
+                num_rows = int(np.count_nonzero(batch.draft_tokens == NO_DRAFT))
+                step = DecodeStep(num_rows, len(batch.rows) - num_rows, int(np.bincount(batch.rows).max()) - 1)
+            self._goodput.observe_step(*self._last, step, seconds)

@@ -85,7 +85,7 @@ class SchedulerState:
 
     def use_proposer(self, proposer: Proposer) -> None:
         most, step_seconds = self.config.num_speculative_tokens, self.config.decode_seconds
-        goodput = Goodput(self.columns.num_rows, most, step_seconds)
+        goodput = Goodput(self.columns.num_rows, most, step_seconds, explores=not proposer.is_free)
         self.speculation = Speculation(proposer, goodput, most, self.columns, self.stats)
 
     def _configure(self, config: SchedulerConfig) -> None:

@@ -39,6 +39,7 @@ _DRAFT_SPREAD = 0.15  # of a step with drafts against one without
 _DEPTH_SPREAD = 0.1  # of each doubling of the longest row's entries
 _COST_FORGET = 0.998  # per step, of all but the pace
 _MOST_SURPRISE = 3.0  # spreads that a step counts as at most: one pause does not mislead
+_JUMP = 0.2  # spread of the pace after such a step
 _MOST_OFF = 1.25  # factor from a step's estimate to the seconds that its rows pay
 
 _TRIAL_PERIOD = 32  # steps without drafts before a trial
@@ -99,6 +100,8 @@ class DecodeCost:
         expected = float(np.interp(knot + position, self._knots, self._prior) + features @ self._deviations)
         most = _MOST_SURPRISE * math.sqrt(variance)
         surprise = min(max(math.log(seconds) - expected, -most), most)
+        if abs(surprise) == most:
+            self._covariance[0, 0] += _JUMP**2
         self._deviations += surprise / variance * shared
         self._covariance -= np.outer(shared, shared / variance)
         self._sizes = self._prior + self._deviations[3:]
@@ -249,14 +252,13 @@ class Goodput:
         tokens = (num_rows + probabilities.cumsum()) / ratios
         while tokens[last := int(tokens.argmax())] > num_rows:
             chosen = indices[: last + 1]
-            gains: _Floats = np.bincount(chosen, probabilities[: last + 1], num_rows)
-            most = self._most_ratio(rows, lowest, gains)
+            most = self._most_ratio(rows, lowest, np.bincount(chosen, probabilities[: last + 1], num_rows))
             if ratios[last] <= most:
                 return np.bincount(chosen, minlength=num_rows).astype(np.int32), float(tokens[last])
             tokens[ratios > most] = 0.0
         return None
 
-    def _most_ratio(self, rows: RowArray, lowest: int, gains: _Floats | float = 0.0) -> float:
+    def _most_ratio(self, rows: RowArray, lowest: int, gains: npt.ArrayLike = 0.0) -> float:
         """Return the longest step, by one without drafts, that keeps the balances. `gains`: of own drafts."""
         slack = (SLACK_TOKENS + SLACK * self.num_tokens.take(rows)) * (self._classes.take(rows) >= lowest)
         return 1.0 + float((self.balances.take(rows) + slack + np.minimum(gains, CREDIT)).min())

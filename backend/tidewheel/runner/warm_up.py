@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ GROWTH = 4
 MEASURED_CONTEXT = 128  # tokens of each measured row
 MEASURED_S = 1.0  # for all sizes
 LEAST_MEASURED = 8  # entries; larger steps are left out once the time is over
-NUM_MEASURED = 3  # steps of each size
+NUM_MEASURED = 5  # steps of each size
 
 
 class WarmUpRow(NamedTuple):
@@ -82,7 +81,10 @@ def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
 def measure_decodes(
     info: RunnerInfo, run: Callable[[ScheduledBatch], object], limit_s: float | None = MEASURED_S
 ) -> list[tuple[int, float]]:
-    """Return the median seconds of steps of 1, 2, 4, … decodes. Without a limit, ranks run the same steps."""
+    """Return the seconds of steps of 1, 2, 4, … decodes: the least of each, as other programs only add to them.
+
+    Without a limit, ranks run the same steps.
+    """
     measured: list[tuple[int, float]] = []
     ends_at = math.inf if limit_s is None else time.perf_counter() + limit_s
     num_entries, most = 1, min(info.max_num_seqs + SPARE_LOGITS, info.max_num_batched_tokens)
@@ -99,9 +101,10 @@ def measure_decodes(
             before = time.perf_counter()
             run(known)
             seconds.append(time.perf_counter() - before)
-        measured.append((num_entries, statistics.median(seconds)))
+        measured.append((num_entries, min(seconds)))
         num_entries *= 2
-    return measured
+    largest_first = itertools.accumulate(reversed(measured), lambda larger, size: (size[0], min(size[1], larger[1])))
+    return list(largest_first)[::-1]
 
 
 def _decode_batch(info: RunnerInfo, num_entries: int) -> ScheduledBatch | None:

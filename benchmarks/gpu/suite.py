@@ -73,6 +73,7 @@ WHOLE = (
     StagePlan("triton_tax", 100.0),
     StagePlan("profile", 60.0),
     StagePlan("swap", 50.0),
+    StagePlan("drafts", 80.0),
 )
 PEERS = StagePlan("peers", 420.0)
 SWEEP = StagePlan("kernels", 480.0, ("--sweep",))

@@ -63,7 +63,7 @@ class RunnerDrafts:
         return Proposals(np.full(n, self._most, dtype=np.int32), token_ids, np.zeros(n, dtype=np.int32))
 
 
-class Drafts(NamedTuple):
+class ChosenDrafts(NamedTuple):
     counts: Int32Array  # [n] of each row
     token_ids: Int32Array  # [sum of counts], row by row
 
@@ -101,9 +101,9 @@ class Speculation:
         counts = self._counts.take(rows)
         return bool(counts.any() and self._goodput.choose(rows, counts, self._kinds.take(rows), ANY_BUDGET).any())
 
-    def drafts(self, rows: RowArray, counts: Int32Array) -> Drafts:
+    def drafts(self, rows: RowArray, counts: Int32Array) -> ChosenDrafts:
         is_used = np.arange(self._token_ids.shape[1]) < counts[:, None]
-        return Drafts(counts, self._token_ids[rows][is_used])
+        return ChosenDrafts(counts, self._token_ids[rows][is_used])
 
     def observe(self, rows: RowArray, tokens: Int32Array) -> None:
         """Learn a step's tokens [n] of running rows; a row with accepted drafts repeats."""

@@ -18,7 +18,7 @@ from tidewheel.batch import (
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
 from tidewheel.scheduler.shape_turns import Turn
-from tidewheel.scheduler.speculation import Drafts
+from tidewheel.scheduler.speculation import ChosenDrafts
 
 
 class StepLimits(NamedTuple):
@@ -100,7 +100,7 @@ class StepPlan:
         self.growing_rows, self.growing_starts = rows[grows], starts[grows]
         self.token_budget -= len(rows)
 
-    def add_drafts(self, drafts: Drafts, num_slots: Int32Array, block_size: int) -> None:
+    def add_drafts(self, drafts: ChosenDrafts, num_slots: Int32Array, block_size: int) -> None:
         """Repeat each row of a step of decodes alone for its drafts. `num_slots` [n]: what the rows have."""
         counts = drafts.counts + 1
         firsts = np.cumsum(counts) - counts

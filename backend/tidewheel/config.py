@@ -210,6 +210,11 @@ class EngineConfig(SchedulingSettings):
 
     def _check_contradictions(self) -> None:
         strategy = self.scheduling_strategy
+        for name in sorted(READ_WITH.keys() & self.to_settings().keys()):
+            other, values = READ_WITH[name]
+            if (value := getattr(self, other)) not in values:
+                wanted = " or ".join(map(str, values))
+                raise ConfigError(f"{name} is set, and {other} is {value}: set that to {wanted}, or remove one")
         if self.num_blocks is not None and self.kv_cache_memory_mb is not None:
             raise ConfigError("num_blocks and kv_cache_memory_mb both set the size of the KV cache: set one")
         if self.target_tpot_ms is not None and strategy == "static":
@@ -222,10 +227,6 @@ class EngineConfig(SchedulingSettings):
                 f"enable_seqs_governor and scheduling_strategy {strategy} both set the number of running requests: "
                 "choose one"
             )
-        if self.governor_target_latency_ms is not None and not self.enable_seqs_governor:
-            raise ConfigError("governor_target_latency_ms is set, and enable_seqs_governor is not: set both or none")
-        if self.batch_size is not None and strategy != "static":
-            raise ConfigError(f"batch_size is read by scheduling_strategy static, not by {strategy}: remove one")
         if self.batch_size is not None and self.batch_size > self.max_num_seqs:
             raise ConfigError(f"batch_size is {self.batch_size}: max_num_seqs allows {self.max_num_seqs}")
         if self.deterministic:
@@ -263,10 +264,6 @@ class EngineConfig(SchedulingSettings):
     def _check_pressure(self) -> None:
         wanted = self.pressure_quantization
         if wanted == "none":
-            for name in PRESSURE_SETTINGS & self.to_settings().keys():
-                raise ConfigError(
-                    f"{name} is set, and pressure_quantization is none: set that to int8, or remove one"
-                )
             return
         for name, allowed in (("quantization", ("auto", "none")), ("deterministic", (False,))):
             if (value := getattr(self, name)) not in allowed:
@@ -276,8 +273,6 @@ class EngineConfig(SchedulingSettings):
                 )
 
     def _check_lora(self) -> None:
-        if self.lora_modules.strip() and not self.enable_lora:
-            raise ConfigError("lora_modules is set, and enable_lora is not: set both, or none")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras is {self.max_cpu_loras}, and max_loras {self.max_loras}: adapters on the device stay "
@@ -285,14 +280,8 @@ class EngineConfig(SchedulingSettings):
             )
 
     def _check_speculation(self) -> None:
-        method, given = self.speculation, self.to_settings().keys()
-        for name, readers in SPECULATION_SETTINGS.items():
-            if name in given and method not in readers:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, and speculation {method} does not read it: set speculation to "
-                    f"{' or '.join(readers)}, or remove {name}"
-                )
-        if method in SPECULATION_SETTINGS["draft_model"] and not self.draft_model:
+        method = self.speculation
+        if method in READ_WITH["draft_model"][1] and not self.draft_model:
             raise ConfigError(f"speculation is {method}, and draft_model is not set: give the folder that drafts")
         if method not in ("none", "prompt_lookup") and self.tensor_parallel_size > 1:
             raise ConfigError(
@@ -361,12 +350,16 @@ class EngineConfig(SchedulingSettings):
         }
 
 
-SPECULATION_SETTINGS: Mapping[str, tuple[SpeculationMethod, ...]] = {  # methods that read a setting
-    "draft_model": ("draft_model", "eagle3"),
-    "num_draft_layers": ("first_layers",),
-    "num_speculative_tokens": ("prompt_lookup", "first_layers", "draft_model", "eagle3"),
-}
 PRESSURE_SETTINGS = frozenset({"pressure_memory", "pressure_latency_ms", "pressure_quantization_critical"})
+READ_WITH: Mapping[str, tuple[str, tuple[object, ...]]] = {  # setting, and values, with which alone another is read
+    "batch_size": ("scheduling_strategy", ("static",)),
+    "governor_target_latency_ms": ("enable_seqs_governor", (True,)),
+    "lora_modules": ("enable_lora", (True,)),
+    "num_speculative_tokens": ("speculation", ("prompt_lookup", "first_layers", "draft_model", "eagle3")),
+    "num_draft_layers": ("speculation", ("first_layers",)),
+    "draft_model": ("speculation", ("draft_model", "eagle3")),
+    **dict.fromkeys(PRESSURE_SETTINGS, ("pressure_quantization", ("int8", "int4"))),
+}
 ONE_SHOT_ONLY = frozenset({"adapter", "adapter_options", "buckets", "batch_axes", "max_input_mb", "check_finite"})
 TEXT_ONLY = PRESSURE_SETTINGS | {
     "revision", "download_dir", "tokenizer", "dtype", "quantization", "pressure_quantization", "deterministic",
@@ -375,7 +368,8 @@ TEXT_ONLY = PRESSURE_SETTINGS | {
     "max_prompt_bytes", "swap_space", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
     "predictor_prior_tokens", "long_prefill_token_threshold", "preemption_mode", "max_preemptions",
     "target_tpot_ms", "tensor_parallel_size", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
-    "lora_dir", "lora_modules", "lora_limits", "speculation", *SPECULATION_SETTINGS,
+    "lora_dir", "lora_modules", "lora_limits", "speculation", "num_speculative_tokens", "num_draft_layers",
+    "draft_model",
 }  # fmt: skip
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})

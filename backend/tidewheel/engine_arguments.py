@@ -72,7 +72,6 @@ def translate(settings: Mapping[str, object]) -> dict[str, object]:
     without_effect: list[str] = []
     origin: dict[str, str] = {}
     for name, value in flattened(settings).items():
-        _check_speculative_config(name, value)
         is_null = value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
         if is_null and (name, value) != ("quantization", "none"):  # which makes floats of quantised weights
             continue
@@ -92,14 +91,6 @@ def translate(settings: Mapping[str, object]) -> dict[str, object]:
     if without_effect:
         log.info("no effect here: %s", ", ".join(sorted(without_effect)))
     return translated
-
-
-def _check_speculative_config(name: str, value: object) -> None:
-    if name == SPECULATIVE_CONFIG:
-        raise ConfigError(f'{name} is {value!r}: it must be a JSON object, such as {{"method": "ngram"}}')
-    outer, _, key = name.partition(".")
-    if outer == SPECULATIVE_CONFIG and name not in ARGUMENTS:
-        raise ConfigError(f"{outer} has {key!r}, which is no key of vLLM's: correct it, or remove it")
 
 
 def _refuse(name: str, value: object) -> None:

@@ -126,7 +126,7 @@ MISTAKES = {
         '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 64}}',
     ),
     "no object": Mistake(
-        "settings", "model.json:1:2", "speculative_config", "is 'ngram' … JSON object", "",
+        "settings", "model.json:1:2", "speculative_config", "is 'ngram' … no JSON object … write one", "",
         '{"speculative_config": "ngram"}',
     ),
     "a draft model that is missing": Mistake(

@@ -12,13 +12,15 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.draft_folder import check_tokens, find_draft
 
 VOCAB = {"a": 0, "b": 1, "ab": 2}
-ADDED = [{"id": 3, "content": "<end>", "special": True}]
+MORE = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+END = {"id": 3, "content": "<end>", **MORE}
 
 
-def write(folder: Path, vocab: Any = VOCAB, added: Any = ADDED, vocab_size: int = 4) -> Path:
+def write(folder: Path, vocab: Any = VOCAB, added: Any = (END,), vocab_size: int = 4) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    tokenizer = {"model": {"type": "BPE", "vocab": vocab, "merges": ["a b"]}, "added_tokens": added}
+    kind = {"type": "WordLevel", "unk_token": "a"} if isinstance(vocab, dict) else {"type": "Unigram", "unk_id": 0}
+    tokenizer = {"version": "1.0", "model": {**kind, "vocab": vocab}, "added_tokens": added}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
@@ -37,7 +39,7 @@ def test_models_with_the_same_tokens(tmp_path: Path, model: Path) -> None:
 def test_a_family_may_pad_its_vocabulary(tmp_path: Path, model: Path) -> None:
     """Ids from the draft's vocabulary size on are never drafted."""
     check_tokens(model, model, 8)
-    check_tokens(write(tmp_path / "cut", added=[{"id": 3, "content": "<other>"}], vocab_size=3), model, 4)
+    check_tokens(write(tmp_path / "cut", added=[{**END, "content": "<other>"}], vocab_size=3), model, 4)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_family_may_pad_its_vocabulary(tmp_path: Path, model: Path) -> None:
     [
         ({"vocab_size": 5}, "of vocab_size 5; the model has 4"),
         ({"vocab": {"b": 0, "a": 1, "ab": 2}}, "'b' is 0; it is 1 in the model's"),
-        ({"added": [{"id": 3, "content": "<stop>"}]}, "'<stop>' is 3; it is not in the model's"),
+        ({"added": [{**END, "content": "<stop>"}]}, "'<stop>' is 3; it is not in the model's"),
         ({"vocab": {**VOCAB, "x" * 999: 3}, "added": []}, "x' is 3; it is not in the model's"),
     ],
 )
@@ -64,7 +66,7 @@ def test_other_vocabularies(tmp_path: Path, model: Path, change: dict[str, Any],
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, model: Path, text: str) -> None:
     draft = write(tmp_path / "draft")
     (draft / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json has no vocabulary") as caught:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json has no tokens") as caught:
         check_tokens(draft, model, 4)
     assert "\n" not in str(caught.value)
 

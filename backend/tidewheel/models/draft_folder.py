@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
+from tokenizers import Tokenizer
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.regular_files import read_text
 
 _REMEDY = "drafts are token ids, so take a model with the same tokenizer"
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]]  # the latter with scores, by id
-
-
-class _TokenizerFile(msgspec.Struct):
-    model: _Model
-    added_tokens: list[_AddedToken] = []
 
 
 def find_draft(
@@ -47,22 +33,20 @@ def check_tokens(draft: Path, tokenizer: Path, vocab_size: int) -> None:
     drafted = read_config(draft).integer("vocab_size")
     if drafted > vocab_size:
         raise ConfigError(f"draft_model is {draft}, of vocab_size {drafted}; the model has {vocab_size}: {_REMEDY}")
-    ours = _ids(tokenizer)
-    for token, token_id in _ids(draft).items():
-        if token_id < drafted and ours.get(token) != token_id:
-            other = f"is {ours[token]} in the model's" if token in ours else "is not in the model's"
-            raise ConfigError(
-                f"draft_model is {draft}, in whose tokenizer.json {token[:40]!r} is {token_id}; it {other}: {_REMEDY}"
-            )
+    theirs, ours = _ids(draft), _ids(tokenizer)
+    wrong = [(token_id, token) for token, token_id in theirs.items() if ours.get(token) != token_id < drafted]
+    if wrong:
+        token_id, token = min(wrong)
+        other = f"is {ours[token]} in the model's" if token in ours else "is not in the model's"
+        raise ConfigError(
+            f"draft_model is {draft}, in whose tokenizer.json {token[:40]!r} is {token_id}; it {other}: {_REMEDY}"
+        )
 
 
 def _ids(folder: Path) -> dict[str, int]:
     """Return a tokenizer's ids by token. Raise `ConfigError`."""
     path = folder / "tokenizer.json"
     try:
-        file = msgspec.json.decode(read_text(path) or "", type=_TokenizerFile)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} has no vocabulary that draft_model could be compared with: {error}") from None
-    vocab = file.model.vocab
-    ids = vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
-    return {**ids, **{token.content: token.id for token in file.added_tokens}}
+        return Tokenizer.from_str(read_text(path) or "").get_vocab()
+    except Exception as error:  # tokenizers has no class of its own
+        raise ConfigError(f"{path} has no tokens that draft_model could be compared with: {error}") from None

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from support.models.eagle3_folders import WEIGHTS_NAME, ReferenceHead, write_eagle3
 from support.models.tiny_models import VOCAB_SIZE, llama, prompts, save
 from support.runner.step_loop import GREEDY, StepLoop, poison, request
-from tidewheel.batch import NO_DRAFT, TO_DRAFT, Int32Array, RowArray, SampledTokens, ScheduledBatch, accepted
+from tidewheel.batch import NO_DRAFT, TO_DRAFT, Int32Array, Launch, RowArray, SampledTokens, ScheduledBatch, accepted
 from tidewheel.config import EngineConfig
 from tidewheel.request import Request
+from tidewheel.runner import model_runner
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import GraphSizes, prompt_sizes
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.goodput import Goodput
 
@@ -112,11 +114,13 @@ class CheckedRunner:
         self.info, self.kv = self._runner.info, self._runner.kv
         self._reference = ReferenceHead(models.head, models.model, (2, 4, 5))
         self._tokens: dict[int, list[int]] = {}
+        self.launches: set[Launch] = set()
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         for new in batch.new_rows:
             self._tokens[new.row] = new.token_ids.tolist()
         sampled = self._runner.run(batch)
+        self.launches.add(sampled.launch)
         counts = np.ones(len(batch.rows), np.bool_)
         if len(batch.draft_tokens):
             assert sampled.draft_tokens is not None
@@ -173,3 +177,15 @@ def test_no_token_changes_when_blocks_are_short(followed: Models) -> None:
         assert loop.run(requests()) == expected
         stats = loop.scheduler.stats()
         assert stats.num_preemptions > 0 and stats.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.usefixtures("accelerator", "one_rounding")
+def test_graphs_leave_states_as_well(followed: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = GraphSizes([1, 2, 4, 8, 16, 32], prompt_sizes(64))
+    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: sizes)
+    runner = CheckedRunner(followed)
+    loop = StepLoop(runner, token_budget=64, prefix_caching=False, **DRAFTS)  # type: ignore[arg-type]
+    loop.run(requests())
+    assert runner.launches == {"graph", "graphs of pieces"}
+    assert runner.num_checked > 100
+    assert loop.scheduler.stats().num_accepted_draft_tokens > 20

@@ -137,18 +137,21 @@ class Eagle3Head:
         self._table = None
         if TABLE in source.tensors.tensors:
             self._table = weights.table("embed_tokens", sizes.vocab_size, hidden)
-        self._join = weights.linear("", NUM_STATES * hidden, {"fc": hidden})
+        weights.tensor("fc", hidden, NUM_STATES * hidden)
         self._layer = Eagle3Layer(sizes, weights, cos_sin_table(sizes.rope, sizes.head_dim, max_model_len, device))
         self._norm = weights.tensor("norm", hidden)
         self._lm_head = weights.linear("", hidden, {"lm_head": num_drafted})
         self._weights, self.shapes = weights, weights.shapes()
         self.weights_bytes = sum(tensor.nbytes for tensor in weights.by_name.values())
-        self._tapped: list[torch.Tensor] = []  # of a target step in progress
 
     def load(self, source: Eagle3Source, target: Decoder, block_size: int) -> None:
         """Load the weights; those of embeddings that the head lacks are the target's."""
-        source.tensors.copy(self._weights.by_name, uncounted)
-        for linear in self._weights.linears:
+        weights = self._weights
+        source.tensors.copy(weights.by_name, uncounted)
+        parts = weights.by_name["fc.weight"].split(self.shape.hidden_size, dim=1)
+        self._joins = [weights.layer(part.contiguous(), None, None, {}) for part in parts]
+        weights.by_name.clear()
+        for linear in weights.linears:
             linear.pack()
         self._table = self._table or target.embedding
         self._target_ids = self._target_ids.to(self._norm.device)
@@ -168,12 +171,14 @@ class Eagle3Head:
         return self
 
     def _tap(self, index: int, states: torch.Tensor, slots: torch.Tensor) -> None:
-        """Take the states [T, hidden_size] before a tapped layer of the target; after the last, store the join."""
-        self._tapped[index:] = [states]
-        if len(self._tapped) == NUM_STATES:
-            joined = self._join(torch.cat(self._tapped, dim=1))
-            self._states.index_copy_(0, slots.remainder(len(self._states)), joined)
-            self._tapped.clear()
+        """Add the product of the states [T, hidden_size] before a layer to what the slots hold of earlier ones.
+
+        Nothing is kept from one tap to the next, between which a graph may end.
+        """
+        slots, joined = slots.remainder(len(self._states)), self._joins[index](states)
+        if index:
+            joined += self._states.index_select(0, slots)
+        self._states.index_copy_(0, slots, joined)
 
     def draft(self, step: ForwardInput, *, is_first: bool) -> torch.Tensor:
         """Return the drafts [S] int64 at `step.logit_indices`; each token is the one after its position."""

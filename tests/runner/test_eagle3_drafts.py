@@ -148,6 +148,17 @@ def test_drafts_are_those_of_a_plain_computation(models: Models, settings: dict[
     assert runner.num_checked > 100
 
 
+def test_accepted_drafts_are_computed_again_from_states(models: Models, tmp_path: Path) -> None:
+    """A head of four tokens often meets an answer of the same four by chance."""
+    head = write_eagle3(tmp_path, models.model, draft_vocab_size=4)
+    allowed = load_file(head / WEIGHTS_NAME)["t2d"].nonzero().flatten().tolist()
+    runner = CheckedRunner(models._replace(head=head))
+    loop = StepLoop(runner, prefix_caching=False, **DRAFTS)  # type: ignore[arg-type]
+    loop.run(requests(sampling=SamplingParams(allowed_token_ids=allowed)))
+    assert runner.num_checked > 100
+    assert loop.scheduler.stats().num_accepted_draft_tokens > 20
+
+
 def test_drafts_after_accepted_ones_are_right(followed: Models) -> None:
     runner = CheckedRunner(followed)
     loop = StepLoop(runner, prefix_caching=False, **DRAFTS)  # type: ignore[arg-type]

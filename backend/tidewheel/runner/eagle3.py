@@ -148,7 +148,7 @@ class Eagle3Head:
         """Load the weights; those of embeddings that the head lacks are the target's."""
         weights = self._weights
         source.tensors.copy(weights.by_name, uncounted)
-        parts = weights.by_name["fc.weight"].split(self.shape.hidden_size, dim=1)
+        parts = weights.by_name["fc.weight"].chunk(NUM_STATES, dim=1)
         self._joins = [weights.layer(part.contiguous(), None, None, {}) for part in parts]
         weights.by_name.clear()
         for linear in weights.linears:

@@ -228,6 +228,14 @@ def test_llm_takes_languages_and_other_sequences(case: Case) -> None:
                 llm.generate([prompt], GREEDY, use_tqdm=False)
 
 
+def test_drafts_of_prompt_lookup_change_no_token(case: Case) -> None:
+    settings: dict[str, object] = {"num_blocks": 64, "block_size": 16, "num_threads": 1, "max_num_seqs": 3}
+    with LLM(case.folder, dtype="float32", speculation="prompt_lookup", **settings) as llm:
+        prompts = [{"audio": audio, "language": "en"} for audio in case.audios]
+        found = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [one.token_ids for one in found] == case.expected
+
+
 @pytest.mark.parametrize(
     ("audio", "words"),
     [
@@ -272,7 +280,12 @@ def test_slots_take_memory_before_the_cache(case: Case, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"), [({"deterministic": True}, "deterministic"), ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype")]
+    ("settings", "words"),
+    [
+        ({"deterministic": True}, "deterministic"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"speculation": "first_layers"}, "speculation is first_layers"),
+    ],
 )
 def test_settings_that_speech_has_not(case: Case, settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

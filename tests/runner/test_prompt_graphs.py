@@ -32,7 +32,8 @@ def test_sizes_reach_the_budget() -> None:
     assert prompt_sizes(6) == [16]
     assert prompt_sizes(16) == [16]
     assert prompt_sizes(129) == [16, 32, 48, 64, 80, 96, 112, 128, 192]
-    assert prompt_sizes(8192)[-2:] == [1984, 2048]
+    assert prompt_sizes(2048)[-2:] == [1984, 2048]
+    assert prompt_sizes(9000)[-2:] == [7936, 8192]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import numpy as np
 from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray
 from tidewheel.scheduler.speculation import Proposals
 
-MAX_MATCH = 16  # tokens before a draft that are compared
+_WINDOW = 16  # tokens before an end that are seen at once
+MAX_MATCH = _WINDOW - 1  # most tokens that are compared
 # Kind of a proposal by the tokens that match: 1, 2, 3, 4, up to 6, 9, 14 and more.
 MATCH_KINDS = np.searchsorted((1, 2, 3, 4, 6, 9, 14), np.arange(MAX_MATCH + 1)).astype(np.int32)
 _RUN_SIZES = (4, 2, 1)
@@ -37,18 +38,18 @@ class PromptLookup:
     """Proposer that copies from a row's own tokens.
 
     Rows lie one after the other in one array of tokens, and an *end* is a place between two of its tokens. Tokens and
-    table of a row take 12 to 36 bytes for each token of the longest context that the row has had.
+    table of a row take 12 to 24 bytes for each token of the longest context that the row has had.
     """
 
     is_free = True
 
     def __init__(self, num_rows: int, max_model_len: int, most: int) -> None:
-        width = MAX_MATCH + max_model_len + 1  # a spare column takes the token after a full context
+        width = _WINDOW + max_model_len + 1  # a spare column takes the token after a full context
         tokens = np.zeros((num_rows, width), dtype=np.int32)
-        tokens[:, :MAX_MATCH] = -1  # no token, so a match stops where its row begins
+        tokens[:, :_WINDOW] = -1  # no token, so a match stops where its row begins
         self._tokens = tokens.reshape(-1)
-        # [end, MAX_MATCH] the tokens before an end, last first. Ends count from the first that has so many before it.
-        self._suffixes = np.lib.stride_tricks.sliding_window_view(self._tokens, MAX_MATCH)[:, ::-1]
+        # [end, _WINDOW] the tokens before an end, last first. Ends count from the first that has so many before it.
+        self._suffixes = np.lib.stride_tricks.sliding_window_view(self._tokens, _WINDOW)[:, ::-1]
         self._numbers = np.arange(num_rows)
         self._begins = self._numbers * width  # end before a row's first token
         self._ends = self._begins.copy()  # end of a row's last token
@@ -59,7 +60,6 @@ class PromptLookup:
         self._masks = np.zeros(num_rows, dtype=np.int64)  # slots that a row uses, less one
         self._full_ends = self._ends.copy()  # end at which these are too few
         self._slots = np.zeros((num_rows, len(_RUN_SIZES)), dtype=np.int64)  # of the runs before a row's end
-        self._differs = np.ones((1 + len(_RUN_SIZES), num_rows, MAX_MATCH + 1), dtype=np.bool_)  # the last always
         self._counts = np.full(MAX_MATCH + 1, most, dtype=np.int32)
         self._counts[0] = 0
         # [period, most] indices of a proposal's tokens: text that loops goes on looping.
@@ -67,7 +67,7 @@ class PromptLookup:
 
     def enter(self, row: int, token_ids: Int32Array) -> None:
         begin = self._begins[row]
-        self._tokens[begin + MAX_MATCH : begin + MAX_MATCH + len(token_ids)] = token_ids
+        self._tokens[begin + _WINDOW : begin + _WINDOW + len(token_ids)] = token_ids
         self._ends[row] = begin + len(token_ids)
         self._distances[row] = 1
         self._index(row)
@@ -78,7 +78,7 @@ class PromptLookup:
         has_later = is_later.any()
         if has_later:
             ends += _ranks(is_later)
-        self._tokens[ends + MAX_MATCH] = token_ids
+        self._tokens[ends + _WINDOW] = token_ids
         slots = self._slots_of(self._suffixes[ends + 1], rows)
         if has_later:
             slots_before[1:][is_later] = slots[:-1][is_later]
@@ -96,26 +96,26 @@ class PromptLookup:
         candidates = np.empty((1 + len(_RUN_SIZES), len(rows)), dtype=np.int64)
         np.subtract(ends, self._distances.take(rows), out=candidates[0])
         candidates[1:] = self._table[self._slots.take(rows, axis=0).T]
-        differs = self._differs[:, : len(rows)]
-        np.not_equal(self._suffixes[candidates], self._suffixes[ends], out=differs[..., :MAX_MATCH])
+        differs = self._suffixes[candidates] != self._suffixes[ends]
+        differs[..., MAX_MATCH] = True
         num_matching = differs.argmax(axis=-1)
         best = num_matching.argmax(axis=0), self._numbers[: len(rows)]  # the first of equals: a match goes on
         found, matches = candidates[best], num_matching[best]
         distances = ends - found
         self._distances[rows] = distances
         offsets = self._offsets.take(distances, axis=0, mode="clip")
-        token_ids = self._tokens[(found + MAX_MATCH)[:, None] + offsets]
+        token_ids = self._tokens[(found + _WINDOW)[:, None] + offsets]
         return Proposals(self._counts[matches], token_ids, MATCH_KINDS[matches])
 
     def _slots_of(self, suffixes: Int32Array, rows: RowArray | int) -> Int64Array:
-        """Return the slots [n, sizes] of the runs that `suffixes` [n, `MAX_MATCH`] begin with."""
+        """Return the slots [n, sizes] of the runs that `suffixes` [n, `_WINDOW`] begin with."""
         hashes = suffixes[..., : max(_RUN_SIZES)] @ _HASH_WEIGHTS
         return (hashes >> _HASH_SHIFT & self._masks[rows][..., None]) + self._first_slots[rows][..., None]
 
     def _index(self, row: int) -> None:
-        """Fill the row's table anew, with slots for twice its tokens."""
+        """Fill the row's table anew, with slots for a quarter more tokens than it has."""
         begin, end, first_slot = self._begins[row], self._ends[row], self._first_slots[row]
-        num_slots = min(_num_slots(2 * int(end - begin)), self._most_slots)
+        num_slots = min(_num_slots(int(end - begin) * 5 // 4 + 1), self._most_slots)
         self._masks[row] = num_slots - 1
         self._full_ends[row] = begin + num_slots // _SLOTS_PER_TOKEN
         self._table[first_slot : first_slot + num_slots] = 0

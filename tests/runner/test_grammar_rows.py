@@ -179,20 +179,39 @@ class Tiring:
     def consume_tokens(self, token_ids: list[int]) -> None:
         self._num_left -= len(token_ids)
 
-    def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> None:
-        for matcher, _ in tokens:
-            matcher._num_left -= 1
+    def consume_token(self, _token: int, /) -> None:
+        self._num_left -= 1
 
-    def unsafe_compute_mask_ptr(self, _rows: object, address: int, row_bytes: int, num_rows: int, /) -> None:
-        ctypes.memset(address, 0xFF, row_bytes * num_rows)
+    def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> None:
+        for matcher, token in tokens:
+            matcher.consume_token(token)
+
+    def validate_tokens(self, token_ids: list[int]) -> int:
+        return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Take tokens back, unless it has given up."""
+        if self.is_error():
+            return False
+        self._num_left += num_tokens
+        return True
+
+    def unsafe_compute_mask_ptr(
+        self, rows: list[tuple[Any, int]], address: int, row_bytes: int, _num_rows: int, /
+    ) -> None:
+        for _, index in rows:
+            ctypes.memset(address + index * row_bytes, 0xFF, row_bytes)
 
     def is_error(self) -> bool:
         return self._num_left <= 0
 
 
+@pytest.mark.parametrize("right_drafts", [None, 0.5])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_grammars_that_become_too_complex_end_their_requests_alone(steps_in_flight: int) -> None:
-    """Even if they are many, in one step."""
+def test_grammars_that_become_too_complex_end_their_requests_alone(
+    steps_in_flight: int, right_drafts: float | None
+) -> None:
+    """Even if they are many, in one step. Wrong drafts after which a grammar would be too complex change nothing."""
     prompt = np.array([1, 2, 3], dtype=np.int32)
     tiring: Any = Tiring(5)
     grammar = RowGrammar(
@@ -200,7 +219,8 @@ def test_grammars_that_become_too_complex_end_their_requests_alone(steps_in_flig
     )
     tired = [request(f"tired-{i}", prompt, 20, grammar=grammar) for i in range(7)]
     other = request("other", prompt, 20)
-    Engine(max_num_seqs=8, num_blocks=64, max_inflight_steps=steps_in_flight).run([*tired, other])
+    engine = Engine(max_num_seqs=8, num_blocks=64, max_inflight_steps=steps_in_flight, right_drafts=right_drafts)
+    engine.run([*tired, other])
     assert {subject.finish_reason for subject in tired} == {FinishReason.ERROR}
     assert {len(subject.output_token_ids) for subject in tired} == {5}
     assert "no token could follow 5 tokens of output: its grammar has become too complex" in str(tired[0].error)

@@ -137,13 +137,17 @@ def save(make: Callable[[], PreTrainedModel], folder: Path, *, shard_size: str =
 def save_byte_llama(folder: Path, **changes: object) -> PreTrainedModel:
     """Save a Llama whose token ids are bytes, with its tokenizer; greedy by default, ids 250 and 251 end a text."""
     model = save(lambda: llama(vocab_size=256, **changes), folder)
+    save_byte_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [250, 251]}))
+    return model
+
+
+def save_byte_tokenizer(folder: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [250, 251]}))
-    return model
 
 
 def prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> list[Int32Array]:

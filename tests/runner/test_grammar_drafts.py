@@ -1,0 +1,158 @@
+"""Drafts of rows with grammars: forced text, and the drafts of another proposer that the grammar allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.engine.json_schemas import WRITTEN
+from support.models.tiny_models import save_byte_tokenizer
+from support.runner.step_loop import request
+from tidewheel.batch import TO_DRAFT, Int32Array, RowArray
+from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
+from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
+from tidewheel.scheduler.grammar_drafts import FORCED_KIND, MAX_FORCED_ROWS, GrammarDrafts
+from tidewheel.scheduler.speculation import Proposals
+
+MOST = 24
+PROMPT = np.array([1, 2, 3], dtype=np.int32)
+ENDS = (250, 251)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "size": {"type": "integer"}, "kind": {"const": "box"}},
+    "required": ["name", "size", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    folder: Path = tmp_path_factory.mktemp("bytes")
+    save_byte_tokenizer(folder)
+    return GrammarCompiler(folder, 256)
+
+
+class Constant:
+    """Proposer of the same drafts for every row."""
+
+    is_free = True
+
+    def __init__(self, drafts: Sequence[int]) -> None:
+        self.drafts = list(drafts)
+
+    def enter(self, row: int, token_ids: Int32Array) -> None:
+        pass
+
+    def append(self, rows: RowArray, token_ids: Int32Array) -> None:
+        pass
+
+    def propose(self, rows: RowArray) -> Proposals:
+        token_ids = np.zeros((len(rows), MOST), dtype=np.int32)
+        token_ids[:, : len(self.drafts)] = self.drafts
+        return Proposals(np.full(len(rows), len(self.drafts), np.int32), token_ids, np.zeros(len(rows), np.int32))
+
+
+class Rows:
+    """Rows of a proposer, with one grammar each or none."""
+
+    def __init__(
+        self, compiler: GrammarCompiler, grammars: Sequence[Grammar | None], drafts: Sequence[int] = ()
+    ) -> None:
+        self.compiled = [grammar and compiler.compile(to_source(grammar), "grammar") for grammar in grammars]
+        requests = [
+            request(f"r{row}", PROMPT, 50, grammar=None if one is None else RowGrammar(one, ENDS))
+            for row, one in enumerate(self.compiled)
+        ]
+        columns: Any = SimpleNamespace(request=requests.__getitem__)
+        self.inner = Constant(drafts)
+        self.proposer = GrammarDrafts(self.inner, columns)
+        for row in range(len(requests)):
+            self.proposer.enter(row, PROMPT)
+
+    def tokens(self, text: str) -> list[int]:
+        compiled = next(one for one in self.compiled if one is not None)
+        return compiled.tokenizer.tokenize_str(text)
+
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        self.proposer.append(np.full(len(token_ids), row), np.array(token_ids, dtype=np.int32))
+
+    def propose(self, *rows: int) -> list[tuple[list[int], int]]:
+        counts, token_ids, kinds = self.proposer.propose(np.array(rows, dtype=np.intp))
+        return [(token_ids[i, : counts[i]].tolist(), int(kinds[i])) for i in range(len(rows))]
+
+    def text(self, row: int = 0) -> str:
+        ((drafts, kind),) = self.propose(row)
+        assert kind == FORCED_KIND or not drafts
+        compiled = self.compiled[row]
+        assert compiled is not None
+        return compiled.tokenizer.decode_str(drafts)
+
+
+def test_forced_text_is_drafted_with_the_spaces_of_the_answer(compiler: GrammarCompiler) -> None:
+    rows = Rows(compiler, [Grammar.json_schema(SCHEMA)] * 2)
+    assert rows.text() == '{"name": "'
+    rows.append(0, rows.tokens('{"name": "a'))
+    assert rows.text() == ""  # anything may follow in a string
+    rows.append(0, rows.tokens('b"'))
+    assert rows.text() == ', "size":'
+    rows.append(1, rows.tokens('{ "name":"ab"'))
+    assert rows.text(1) == ', "size":'
+    rows.append(1, rows.tokens(' ,"size":8'))
+    rows.append(1, rows.tokens(" "))
+    assert rows.text(1) == ',"kind":"box"}'
+
+
+def test_the_rest_of_an_accepted_draft_is_drafted_again(compiler: GrammarCompiler) -> None:
+    rows = Rows(compiler, [Grammar.choice(["certainly", "certain", "no"])])
+    assert rows.text() == ""
+    rows.append(0, rows.tokens("c"))
+    assert rows.text() == "ertainly"
+    rows.append(0, rows.tokens("ert"))
+    assert rows.text() == "ainly"
+    rows.append(0, rows.tokens("ain"))
+    assert rows.text() == "ly"
+
+
+def test_drafts_of_another_proposer_end_where_the_grammar_forbids_them(compiler: GrammarCompiler) -> None:
+    grammar = Grammar.regex("[a-z]{3}[0-9]{3}")
+    drafts = Rows(compiler, [grammar]).tokens("ab12")
+    rows = Rows(compiler, [grammar, None], drafts)
+    assert rows.propose(0, 1) == [(drafts[:2], 0), (drafts, 0)]
+    rows.inner.drafts = [TO_DRAFT] * 3
+    assert rows.propose(1, 0) == [([TO_DRAFT] * 3, 0), ([], 0)]
+    rows.append(0, [ENDS[0]])  # no text of the grammar
+    rows.inner.drafts = drafts
+    assert rows.propose(0) == [([], 0)]
+
+
+def test_many_rows_have_no_forced_drafts(compiler: GrammarCompiler) -> None:
+    rows = Rows(compiler, [Grammar.choice(["yes"])] * (MAX_FORCED_ROWS + 1))
+    assert all(drafts for drafts, _ in rows.propose(*range(MAX_FORCED_ROWS)))
+    assert not any(drafts for drafts, _ in rows.propose(*range(MAX_FORCED_ROWS + 1)))
+
+
+@pytest.mark.parametrize("index", range(len(WRITTEN)))
+def test_the_grammar_allows_all_drafts(compiler: GrammarCompiler, index: int) -> None:
+    """Answers follow drafts, or go another way at one."""
+    random = np.random.default_rng(index)
+    rows = Rows(compiler, [Grammar.json_schema(WRITTEN[index])], random.integers(0, 256, 8).tolist())
+    (compiled,) = rows.compiled
+    assert isinstance(compiled, TokenGrammar)
+    answer: list[int] = []
+    for _ in range(40):
+        ((drafts, _),) = rows.propose(0)
+        matcher = compiled.matcher(answer)
+        assert matcher.validate_tokens(drafts) == len(drafts)
+        taken = drafts[: random.integers(0, len(drafts) + 1)]
+        matcher.consume_tokens(taken)
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:256]
+        if not bits.any():
+            break
+        taken.append(int(random.choice(bits.nonzero()[0])))
+        rows.append(0, taken)
+        answer += taken

@@ -136,9 +136,7 @@ class _RowMasks(NamedTuple):
 
 
 def _rows_of(states: Sequence[GrammarState], drafts: Sequence[int]) -> list[_RowMasks]:
-    """Group entries by row. `drafts` [N]: of the entries, or empty."""
-    if not drafts:
-        return [_RowMasks(state, index, []) for index, state in enumerate(states)]
+    """Group entries by row. `drafts` [N]: of the entries."""
     firsts = [index for index, draft in enumerate(drafts) if draft == NO_DRAFT]
     bounds = itertools.pairwise([*firsts, len(drafts)])
     return [_RowMasks(states[first], first, states[first].allowed(drafts[first + 1 : end])) for first, end in bounds]
@@ -168,7 +166,11 @@ class GrammarRows:
         if not indices:
             return None
         states = [self.states[rows[index]] for index in indices]
-        drafts = batch.draft_tokens[batch.samples][indices].tolist() if len(batch.draft_tokens) else []
+        drafts = (
+            batch.draft_tokens[batch.samples][indices].tolist()
+            if len(batch.draft_tokens)
+            else [NO_DRAFT] * len(indices)
+        )
         unread, self._unread = self._unread, []
         bits = self._thread.submit(self._filled, states, positions[indices].tolist(), drafts, unread)
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
@@ -191,7 +193,7 @@ class GrammarRows:
         accelerator = self._accelerator
         bits = accelerator.pinned(shape, torch.int32) if accelerator else torch.empty(shape, dtype=torch.int32)
         rows = _rows_of(states, drafts)
-        if drafts:
+        if len(rows) < len(states):
             bits.zero_()  # no mask is computed after a draft that the grammar forbids
         masks, pool = bits.numpy().view(np.uint32), states[0].pool
         left, offset = rows, 0

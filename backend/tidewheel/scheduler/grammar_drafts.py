@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from tidewheel.batch import Int32Array, RowArray
 from tidewheel.grammar import TokenGrammar
 from tidewheel.scheduler.columns import RowColumns
+from tidewheel.scheduler.goodput import NUM_KINDS
 from tidewheel.scheduler.speculation import Proposals, Proposer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-FORCED_KIND = 7  # of `Proposals`
-MAX_FORCED_ROWS = 8  # of a call: the text of one takes about 30 µs
+FORCED_KIND = NUM_KINDS - 1  # of `Proposals`; other proposers use the kinds before it
+MAX_FORCED_ROWS = 8  # of a call: the text of one takes 30 to 100 µs
 MAX_TOKEN_BYTES = 8  # of drafts, on average
 # Two that may follow are found soon in a string and in a number.
 _CHARACTERS = '{}[],:"01-tfnabcdeghijklmopqrsuvwxyzA'
@@ -30,9 +31,9 @@ _SPACING = re.compile(rb'(?=([{}\[\],:"])( ?)([^ ]))')
 
 @lru_cache(maxsize=4)
 def _tokens_of_characters(tokenizer: LLTokenizer) -> tuple[list[int], list[list[int]]]:
-    """Return the space's tokens, and those of the characters that may follow."""
+    """Return the space's tokens, and those of the characters that may follow; without unknown ones."""
     space, *others = (tokenizer.tokenize_bytes(character.encode()) for character in f" {_CHARACTERS}")
-    return space, others
+    return space, [token_ids for token_ids in others if token_ids]
 
 
 class _GrammarRow:
@@ -42,13 +43,13 @@ class _GrammarRow:
         self._forced: list[int] = []
         self._unread = output  # tokens whose spacing has not been learned
         self._text = b""  # the end of the answer
-        self._has_space = {b'":': False, b'",': False}  # between two characters
+        self._has_space: dict[bytes, bool] = {}  # between two characters
 
     def append(self, token_ids: list[int]) -> None:
         self.matcher.consume_tokens(token_ids)
         count = len(token_ids)
         self._forced = self._forced[count:] if self._forced[:count] == token_ids else []
-        self._unread = self._unread + token_ids
+        self._unread += token_ids
 
     def allowed(self, drafts: list[int]) -> list[int]:
         """Return the drafts before the first that the grammar forbids; none that the runner is to make."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import numpy as np
 
 from tidewheel.batch import Int32Array, RowArray
+from tidewheel.scheduler import state
+from tidewheel.scheduler.goodput import NUM_KINDS, Goodput
 from tidewheel.scheduler.grammar_drafts import GrammarDrafts
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.speculation import Proposals
-
-NUM_KINDS = 8
 
 
 class Guesses:
@@ -59,6 +60,16 @@ class Guesses:
         return drafts
 
 
+class EveryDraft(Goodput):
+    """Choice of all drafts that the budget allows."""
+
+    def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
+        num_before = np.cumsum(counts) - counts
+        return np.minimum(counts, (budget - num_before).clip(0)).astype(np.int32)
+
+
 def put_proposer(scheduler: Scheduler, guesses: Guesses, *, filters_drafts: bool = False) -> None:
+    """Take every draft of `guesses`, or those that grammars allow and force."""
     columns = scheduler._state.columns
-    scheduler.use_proposer(GrammarDrafts(guesses, columns) if filters_drafts else guesses)
+    with mock.patch.object(state, "Goodput", EveryDraft):
+        scheduler.use_proposer(GrammarDrafts(guesses, columns) if filters_drafts else guesses)

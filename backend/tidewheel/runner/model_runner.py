@@ -118,10 +118,8 @@ class ModelRunner:
         if accelerator is not None:
             warm_up(info, runner.run_with_each, report)
         graph_bytes = runner.capture(sizes, report).total
-        decode_seconds: list[tuple[int, float]] = []
-        if config.speculation != "none":
-            limit_s = MEASURED_S if parts.shard.num_ranks == 1 else None  # ranks run the same steps
-            decode_seconds = measure_decodes(info, runner.run, limit_s)
+        limit_s = MEASURED_S if parts.shard.num_ranks == 1 else None  # ranks run the same steps
+        decode_seconds = [] if config.speculation == "none" else measure_decodes(info, runner.run, limit_s)
         seconds = parts.stages.seconds()
         if parts.compile_log is not None:
             parts.compile_log.begin_serving()

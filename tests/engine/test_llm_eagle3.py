@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from support.models.eagle3_folders import write_eagle3
 from support.models.tiny_models import llama, prompts, save
+from support.scheduler.always_drafts import always_drafts
 from tidewheel import LLM, SamplingParams
 from tidewheel.errors import ConfigError
 
@@ -18,6 +20,12 @@ SAMPLINGS = [
     SamplingParams(temperature=0.0, frequency_penalty=0.7, max_tokens=40, logprobs=2),
     SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=list(range(0, 384, 16))),
 ]
+
+
+@pytest.fixture(autouse=True)
+def always() -> Iterator[None]:
+    with always_drafts():
+        yield
 
 
 @pytest.fixture(scope="module")

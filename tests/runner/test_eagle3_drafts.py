@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,14 +16,14 @@ from transformers import PreTrainedModel
 from support.models.eagle3_folders import WEIGHTS_NAME, ReferenceHead, write_eagle3
 from support.models.tiny_models import VOCAB_SIZE, llama, prompts, save
 from support.runner.step_loop import GREEDY, StepLoop, poison, request
-from tidewheel.batch import NO_DRAFT, TO_DRAFT, Int32Array, Launch, RowArray, SampledTokens, ScheduledBatch, accepted
+from support.scheduler.always_drafts import always_drafts
+from tidewheel.batch import NO_DRAFT, TO_DRAFT, Launch, SampledTokens, ScheduledBatch, accepted
 from tidewheel.config import EngineConfig
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes, prompt_sizes
 from tidewheel.sampling import SamplingParams
-from tidewheel.scheduler.goodput import Goodput
 
 NUM_TOKENS, NUM_DRAFTS = 24, 4
 DRAFTS = {"speculation": "eagle3", "num_speculative_tokens": NUM_DRAFTS}
@@ -30,14 +31,9 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=40, repetition_penalty=1.1)
 
 
 @pytest.fixture(autouse=True)
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft as many tokens as there is room for, whether they pay or not."""
-
-    def choose(_: Goodput, _rows: RowArray, counts: Int32Array, _kinds: Int32Array, budget: int) -> Int32Array:
-        before = np.cumsum(counts) - counts
-        return np.minimum(counts, budget - before).clip(0).astype(np.int32)
-
-    monkeypatch.setattr(Goodput, "choose", choose)
+def always() -> Iterator[None]:
+    with always_drafts():
+        yield
 
 
 class Models(NamedTuple):

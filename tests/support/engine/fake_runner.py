@@ -8,7 +8,8 @@ slot it remembers which tokens, under which salt, were written there, and it che
   row, and no other row of a batch in flight, names it,
 * every position that is attended to holds what belongs there: the row's own prefix under the row's own salt.
 
-That catches wrong sharing, early frees, stale blocks and tokens that were never computed.
+That catches wrong sharing, early frees, stale blocks and tokens that were never computed. Drafts are written and
+attended to as tokens are. Those after the first wrong one are forgotten when the step ends, and so are their blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
+from tidewheel.batch import NO_DRAFT, TO_DRAFT, Int32Array, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.request import FinishReason, Request
 
 VOCAB_SIZE = 40
@@ -65,10 +66,24 @@ class Row:
     num_computed_tokens: int
     block_table: list[int] = field(default_factory=list)
     is_broken: bool = False  # its logits were not finite
+    num_drafts: int = 0  # of the step, at the end of `token_ids`
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.token_ids) - self.num_drafts
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.contents.append(prefix_hash(self.contents[-1] if self.contents else 0, token_id))
+
+    def append_draft(self, token_id: int) -> None:
+        self.append(token_id)
+        self.num_drafts += 1
+
+    def forget_drafts(self) -> None:
+        del self.contents[self.num_known_tokens :]
+        del self.token_ids[self.num_known_tokens :]
+        self.num_drafts = 0
 
 
 @dataclass(eq=False)
@@ -106,6 +121,7 @@ class FakeRunner:
         self.host: dict[int, list[tuple[str, int] | None]] = {}  # contents of the slots of the host tier
         self.in_flight: list[PendingTokens] = []
         self.not_finite: set[str] = set()  # ids of requests whose next logits are not finite
+        self.draft_of: Callable[[Row], int] = lambda row: next_token(row.contents[-1], 0, 0, ())
         self.num_steps = 0
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
@@ -127,16 +143,38 @@ class FakeRunner:
         return pending
 
     def _compute(self, batch: ScheduledBatch) -> SampledTokens:
+        if len(batch.draft_tokens):
+            self._check_drafts(batch)
+        drafts = self._append_drafts(batch)
         self._check_positions(batch)
         self._write(batch)
         self._attend(batch)
-        token_ids = np.array([self._sample(batch, index) for index in range(len(batch.rows))], dtype=np.int32)
-        return SampledTokens(batch.step_id, token_ids)
+        sampled = [
+            self._sample(row, end) if samples else SampledTokens.NOT_SAMPLED
+            for (row, _, end), samples in zip(self._chunks(batch), batch.samples.tolist(), strict=True)
+        ]
+        token_ids = np.array(sampled, dtype=np.int32)
+        self._append_tokens(batch, drafts, token_ids)
+        drafted = drafts if (batch.draft_tokens == TO_DRAFT).any() else None
+        return SampledTokens(batch.step_id, token_ids, draft_tokens=drafted)
+
+    def _append_drafts(self, batch: ScheduledBatch) -> Int32Array:
+        """Append the step's drafts to their rows, and return them by entry."""
+        drafts = batch.draft_tokens.copy()
+        for index in (drafts != NO_DRAFT).nonzero()[0].tolist():
+            row = self.rows[int(batch.rows[index])]
+            if drafts[index] == TO_DRAFT:
+                drafts[index] = self.draft_of(row)
+            row.append_draft(max(int(drafts[index]), 0))  # `NOT_DRAFTED`: any token
+        return drafts
 
     def _check_shape(self, batch: ScheduledBatch) -> None:
         counts = batch.num_scheduled_tokens.tolist()
-        assert 0 < len(batch.rows) <= self.num_rows
-        assert len(set(batch.rows.tolist())) == len(batch.rows) == len(batch.start_positions) == len(counts)
+        rows = set(batch.rows.tolist())
+        assert 0 < len(rows) <= self.num_rows
+        assert len(batch.rows) == len(batch.start_positions) == len(counts)
+        assert len(batch.draft_tokens) in (0, len(counts))
+        assert len(batch.draft_tokens) or len(rows) == len(batch.rows)
         assert batch.num_tokens == sum(counts) <= self.token_budget
         assert all(count == 1 for count in counts[: batch.num_decodes])
         assert all(count > 1 for count in counts[batch.num_decodes :])
@@ -144,6 +182,24 @@ class FakeRunner:
             assert array.dtype == np.int32
         for array in (batch.block_rows, batch.block_indices, batch.block_ids):
             assert array.dtype == np.int32 and len(array) == len(batch.block_ids)
+
+    def _check_drafts(self, batch: ScheduledBatch) -> None:
+        """Check that a step with drafts is of decodes alone, and that the entries of each row are adjacent."""
+        assert batch.num_decodes == len(batch.rows)
+        assert not self.in_flight
+        entries = list(
+            zip(batch.rows.tolist(), batch.start_positions.tolist(), batch.draft_tokens.tolist(), strict=True)
+        )
+        seen: set[int] = set()
+        for index, (row, position, draft) in enumerate(entries):
+            if draft == NO_DRAFT:
+                assert row not in seen
+                seen.add(row)
+            else:
+                assert draft == TO_DRAFT or 0 <= draft < VOCAB_SIZE
+                assert entries[index - 1][:2] == (row, position - 1), "a draft does not follow the entry before"
+                limit = self.rows[row].new_row.request.max_num_tokens
+                assert position + 2 <= limit, "a draft is past max_tokens"
 
     def _update_rows(self, batch: ScheduledBatch) -> None:
         for row_index in batch.freed_rows.tolist():
@@ -190,7 +246,7 @@ class FakeRunner:
         for (row, start, end), samples in zip(self._chunks(batch), batch.samples.tolist(), strict=True):
             assert start == row.num_computed_tokens
             assert start < end <= len(row.token_ids)
-            assert samples == (end == len(row.token_ids))
+            assert samples == (end >= row.num_known_tokens)
             row.num_computed_tokens = end
 
     def _write(self, batch: ScheduledBatch) -> None:
@@ -213,24 +269,39 @@ class FakeRunner:
                 content = self.slots.get(self._slot(row, position))
                 assert content == (row.salt, row.contents[position]), "a slot holds something else"
 
-    def _sample(self, batch: ScheduledBatch, index: int) -> int:
-        if not batch.samples[index]:
-            return SampledTokens.NOT_SAMPLED
-        row = self.rows[int(batch.rows[index])]
+    def _sample(self, row: Row, end: int) -> int:
+        """Return the token after the row's first `end` tokens."""
         new = row.new_row
-        if new.request.request_id in self.not_finite:
-            start = int(batch.start_positions[index])
-            for position in range(start, row.num_computed_tokens):
-                self.slots[self._slot(row, position)] = (row.salt, POISON)
-            row.is_broken = True
-            row.append(0)
+        if self._breaks(row, end):
             return SampledTokens.NOT_FINITE
-        num_output_tokens = len(row.token_ids) - new.request.num_prompt_tokens
-        token_id = next_token(
-            row.contents[-1], num_output_tokens, new.sampling.min_tokens, new.request.stop_token_ids
+        num_output_tokens = end - new.request.num_prompt_tokens
+        return next_token(
+            row.contents[end - 1], num_output_tokens, new.sampling.min_tokens, new.request.stop_token_ids
         )
-        row.append(token_id)
-        return token_id
+
+    def _breaks(self, row: Row, num_tokens: int) -> bool:
+        """Return whether the logits after so many tokens are not finite."""
+        return row.new_row.request.request_id in self.not_finite
+
+    def _append_tokens(self, batch: ScheduledBatch, drafts: Int32Array, token_ids: Int32Array) -> None:
+        """Append to each row what it sampled, up to the first token that is not the draft."""
+        chunks = self._chunks(batch)
+        for index in batch.samples.nonzero()[0].tolist():
+            row, start, end = chunks[index]
+            if len(drafts) and drafts[index] != NO_DRAFT:
+                if start != len(row.token_ids) - 1 or row.token_ids[start] != drafts[index]:
+                    continue
+            else:
+                row.forget_drafts()
+            if token_ids[index] == SampledTokens.NOT_FINITE:
+                for position in range(start, end):
+                    self.slots[self._slot(row, position)] = (row.salt, POISON)
+                row.is_broken = True
+            row.append(max(int(token_ids[index]), 0))
+        if len(drafts):
+            for row, _, _ in chunks:
+                row.num_computed_tokens = len(row.token_ids) - 1
+                del row.block_table[-(-row.num_computed_tokens // self.block_size) :]
 
     def _slot(self, row: Row, position: int) -> int:
         return row.block_table[position // self.block_size] * self.block_size + position % self.block_size

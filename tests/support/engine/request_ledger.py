@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from itertools import groupby
 
 from support.engine.fake_runner import naive_output
 from tidewheel.batch import StepOutputs
@@ -31,7 +32,9 @@ class RequestLedger:
 
     def take(self, outputs: StepOutputs) -> None:
         """Note the tokens and the ends of a step."""
-        assert len(set(map(id, outputs.requests))) == len(outputs.requests) == len(outputs.token_ids)
+        assert len(outputs.requests) == len(outputs.token_ids)
+        stays = [request.request_id for request, _ in groupby(outputs.requests)]
+        assert len(set(stays)) == len(stays), "the tokens of a request are not adjacent"
         for request, token_id in zip(outputs.requests, outputs.token_ids, strict=True):
             assert request.request_id not in self.ended, "a token after the end"
             self.delivered[request.request_id].append(token_id)
@@ -42,12 +45,15 @@ class RequestLedger:
         assert request.request_id not in self.ended, "ended twice"
         assert request.finish_reason is not None
         self.ended[request.request_id] = request.finish_reason
-        output, reason = naive_output(request)
+        output, reason = self.expected_output(request)
         delivered = self.delivered[request.request_id]
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert (delivered, request.finish_reason) == (output, reason)
         else:
             assert delivered == output[: len(delivered)]
+
+    def expected_output(self, request: Request) -> tuple[list[int], FinishReason]:
+        return naive_output(request)
 
     def check_all_over(self, stats: EngineStats) -> None:
         assert (stats.num_running, stats.num_waiting) == (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ import transformers
 from support.models import tiny_models
 from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import GREEDY, StepLoop, poison, request
-from tidewheel.batch import NOT_DRAFTED, Int32Array, RowArray, SampledTokens, ScheduledBatch
+from tidewheel.batch import NO_DRAFT, NOT_DRAFTED, Int32Array, RowArray, SampledTokens, ScheduledBatch, accepted
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import weights
+from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.request import Request
 from tidewheel.runner.drafter import Drafter
 from tidewheel.runner.info import RunnerInfo
@@ -144,27 +146,47 @@ def test_rows_catch_up_after_steps_without_drafts(
 def test_rejected_drafts_leave_nothing_behind(
     model: Path, plain: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows a rejected draft in the draft model's cache is computed again, also some plain steps later."""
-    runner = ModelRunner.load(drafted_by(model, model))
-    random, draft = np.random.default_rng(0), runner._drafter._model.draft
-    wrong: list[bool] = []
+    """All drafts of a round are wrong, or none is, and between rounds are steps without drafts."""
+    runner, random = ModelRunner.load(drafted_by(model, model)), np.random.default_rng(0)
+    draft, run, is_wrong = runner._drafter._model.draft, runner.run, [False]
 
-    def sometimes_wrong(*arguments: object, **more: object) -> torch.Tensor:
-        tokens = draft(*arguments, **more)
-        wrong.append(bool(random.random() < 0.5))
-        return (tokens + 1) % 250 if wrong[-1] else tokens
+    def sometimes_wrong(step: ForwardInput, *, is_first: bool) -> torch.Tensor:
+        if is_first:
+            is_wrong.append(bool(random.random() < 0.5))
+        return (draft(step, is_first=is_first) + is_wrong[-1]) % 256
+
+    def checked(batch: ScheduledBatch) -> SampledTokens:
+        sampled = run(batch)
+        if sampled.draft_tokens is not None:
+            counts = accepted(sampled.draft_tokens, sampled.token_ids)
+            assert (counts == ((batch.draft_tokens == NO_DRAFT) | (not is_wrong[-1]))).all()
+        return sampled
 
     choose_by(monkeypatch, lambda counts: counts * (random.random() < 0.5))
-    monkeypatch.setattr(runner._drafter._model, "draft", sometimes_wrong)
-    loop = loop_of(runner)
-    assert loop.run(requests(prompts(1))) == expected(plain, prompts(1))
-    assert 0.0 < acceptance(loop) < 1.0
-    monkeypatch.setattr(runner._drafter._model, "draft", draft)
-    before = loop.scheduler.stats()
-    assert loop.run(requests(prompts(1, seed=3))) == expected(plain, prompts(1, seed=3))
-    after = loop.scheduler.stats()
-    num_drafts = after.num_draft_tokens - before.num_draft_tokens
-    assert after.num_accepted_draft_tokens - before.num_accepted_draft_tokens == num_drafts > 0
+    runner._drafter._model.draft, runner.run = sometimes_wrong, checked
+    for seed in range(4):
+        loop = loop_of(runner)
+        assert loop.run(requests(prompts(2, seed=seed))) == expected(plain, prompts(2, seed=seed))
+    assert {True, False} == set(is_wrong)
+
+
+def test_few_blocks_serve_many_prompts_with_and_without_drafts(
+    model: Path, plain: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts share beginnings or go on with a session, whose last block is copied; blocks come to hold others."""
+    random = np.random.default_rng(0)
+    loop = loop_of(ModelRunner.load(drafted_by(model, model)), num_blocks=14)
+    beginnings, last = prompts(3, 30, 60), None
+    for seed in range(60):
+        choose_by(monkeypatch, partial(np.multiply, random.random() < 0.5))
+        beginning = beginnings[random.integers(3)][: random.integers(20, 60)]
+        if last is not None and random.random() < 0.5 and last.num_tokens < 120:
+            beginning = np.concatenate((last.prompt_token_ids, np.array(last.output_token_ids, dtype=np.int32)))
+        prompt = np.concatenate((beginning, prompts(1, 1, 30, seed=seed)[0]))
+        last = request("turn", prompt, 8, session_id="s", session_ttl=60.0)
+        assert loop.run([last]) == StepLoop(plain, prefix_caching=False).run([request("alone", prompt, 8)])
+    assert acceptance(loop) == 1.0
+    assert loop.scheduler.stats().num_prefix_hits > 10
 
 
 def test_preempted_and_swapped_rows_draft_as_before(model: Path, plain: ModelRunner) -> None:
@@ -206,13 +228,6 @@ def test_rows_that_share_a_prefix_compute_it_once(
     group.append(request("fork", second[0], NUM_TOKENS, leader=group[0]))
     assert loop.run(group) == 2 * expected(plain, second)
     assert acceptance(loop) == 1.0
-
-
-def test_blocks_of_another_prompt_are_not_taken_for_cached(model: Path, plain: ModelRunner) -> None:
-    """Few blocks serve many prompts, one after the other."""
-    loop = loop_of(ModelRunner.load(drafted_by(model, model)), num_blocks=7)
-    for seed in range(6):
-        check_own(loop, plain, prompts(1, 40, 60, seed=seed))
 
 
 def test_a_long_prompt_is_drafted_for_once_the_draft_model_has_it(model: Path, plain: ModelRunner) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from support.long_runs import slow
 from support.simulate.simulation import make_scheduler
-from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.batch import NOT_DRAFTED, TO_DRAFT, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, NotFound, TidewheelError
 from tidewheel.lora import Lora
 from tidewheel.record import recorder as recorder_module
@@ -157,7 +157,11 @@ class Session:
         tokens = self.rng.integers(EOS, VOCAB, len(batch.rows), dtype=np.int32)
         tokens[self.rng.random(len(tokens)) < 0.01] = SampledTokens.NOT_FINITE
         tokens[~batch.samples] = SampledTokens.NOT_SAMPLED
-        self.scheduler.apply(batch, SampledTokens(batch.step_id, tokens), self.now)
+        drafts = None
+        if (is_drafted := batch.draft_tokens == TO_DRAFT).any():
+            is_right = self.rng.random(len(tokens)) < 0.7
+            drafts = np.where(is_drafted, np.where(is_right, np.roll(tokens, 1), NOT_DRAFTED), batch.draft_tokens)
+        self.scheduler.apply(batch, SampledTokens(batch.step_id, tokens, draft_tokens=drafts), self.now)
 
     def fail(self) -> None:
         self.in_flight.clear()
@@ -193,6 +197,8 @@ CASES = [
     *({"policy": policy} for policy in ("fifo", "sjf", "deadline", "fair", "density")),
     *({"scheduling_strategy": name} for name in ("static", "dynamic", "predictive", "hybrid")),
     {"target_tpot_ms": 20.0, "enable_seqs_governor": True, "num_blocks": 32},
+    *({"speculation": "prompt_lookup", "max_inflight_steps": steps} for steps in (1, 2)),
+    *({"speculation": "draft_model", "num_blocks": 32, "max_inflight_steps": steps} for steps in (1, 2)),
     {"max_loras": 2, "ageing_s": 0.05, "num_blocks": 32, "max_inflight_steps": 2},
     {"max_loras": 1, "ageing_s": 0.05, "lora_limits": {"*": TenantLimits(requests_per_s=20.0, each=True)}},
     {
@@ -212,6 +218,8 @@ def test_a_recording_is_replayed_to_the_same_decisions(tmp_path: Path, seed: int
     assert replayed.difference == ""
     assert replayed.num_steps > 200 and replayed.num_requests >= len(session.requests)
     stats = session.scheduler.stats()
+    if "speculation" in settings:
+        assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
     if settings.get("num_blocks") == 32:
         assert stats.num_preemptions > 0
     if settings.get("enable_prefix_caching", True):

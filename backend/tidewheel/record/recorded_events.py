@@ -117,12 +117,14 @@ class ScheduleEvent(Event, frozen=True, tag="schedule"):
     seconds: float = 0.0  # that planning took; 0: not measured
     weights: WeightVariant = "full"
     slice_s: float | None = None  # longest time of the step; None: no limit
+    drafts: list[int] = []  # of each row that decodes; empty: the step has none
+    waits: bool = False  # for tokens that drafts may follow
 
 
 class ApplyEvent(Event, frozen=True, tag="apply"):
     now: float
     step_id: int
-    tokens: bytes  # int32 token names by row; empty: all ORDINARY_TOKEN
+    tokens: bytes  # int32 token names, NOT_SAMPLED where a draft is rejected; empty: all ORDINARY_TOKEN
     num_delivered: int
     ended: list[tuple[str, str]]  # id, finish reason
     seconds: float = 0.0  # that applying took; 0: not measured

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.batch import NO_DRAFT, SampledTokens, ScheduledBatch, StepOutputs, accepted
 from tidewheel.errors import TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.lora import Lora
@@ -167,7 +167,8 @@ class RecordingScheduler(Scheduler):
         seconds = self._clock() - begin
         self._note_loras(self.loras.waiting)  # their weights may have been dropped for those of others
         if batch is None:
-            self._recorder.write(events.ScheduleEvent(now, slice_s=slice_s))
+            waits = self.loras.now != now  # nothing was planned
+            self._recorder.write(events.ScheduleEvent(now, slice_s=slice_s, waits=waits))
             self._recorder.flush()
         elif self._recorder.is_open:
             self._recorder.write(describe_batch(now, batch, seconds, slice_s))
@@ -179,7 +180,7 @@ class RecordingScheduler(Scheduler):
         outputs = super().apply(batch, sampled, now)
         seconds = self._clock() - begin
         if self._recorder.is_open:
-            names = self._token_names(requests, sampled, set(outputs.requests))
+            names = self._token_names(requests, batch, sampled, set(outputs.requests))
             ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
             self._recorder.write(
                 events.ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch)
@@ -232,10 +233,15 @@ class RecordingScheduler(Scheduler):
             lora=self._lora_name(request.lora),
         )
 
-    def _token_names(self, requests: list[Request], sampled: SampledTokens, delivered: set[Request]) -> bytes:
+    def _token_names(
+        self, requests: list[Request], batch: ScheduledBatch, sampled: SampledTokens, delivered: set[Request]
+    ) -> bytes:
+        token_ids = sampled.token_ids
+        if len(drafts := batch.draft_tokens if sampled.draft_tokens is None else sampled.draft_tokens):
+            token_ids = np.where(accepted(drafts, token_ids), token_ids, SampledTokens.NOT_SAMPLED)
         names = [
             self._token_name(request, token_id) if request in delivered or token_id < 0 else events.ORDINARY_TOKEN
-            for request, token_id in zip(requests, sampled.token_ids.tolist(), strict=True)
+            for request, token_id in zip(requests, token_ids.tolist(), strict=True)
         ]
         if all(name == events.ORDINARY_TOKEN for name in names):
             return b""
@@ -253,6 +259,7 @@ class RecordingScheduler(Scheduler):
 
 
 def describe_batch(now: float, batch: ScheduledBatch, seconds: float, slice_s: float | None) -> events.ScheduleEvent:
+    firsts = (batch.draft_tokens == NO_DRAFT).nonzero()[0]
     return events.ScheduleEvent(
         now,
         batch.step_id,
@@ -263,6 +270,7 @@ def describe_batch(now: float, batch: ScheduledBatch, seconds: float, slice_s: f
         seconds=seconds,
         weights=batch.weights,
         slice_s=slice_s,
+        drafts=(np.diff(firsts, append=len(batch.draft_tokens)) - 1).tolist(),
     )
 
 
@@ -287,5 +295,9 @@ def _ids(requests: Sequence[Request]) -> list[str]:
     return [request.request_id for request in requests]
 
 
-_COLUMNS = tuple(name for name, hint in ScheduledBatch.__annotations__.items() if hint in ("Int32Array", "BoolArray"))
+_COLUMNS = tuple(
+    name
+    for name, hint in ScheduledBatch.__annotations__.items()
+    if hint in ("Int32Array", "BoolArray") and name != "draft_tokens"  # contents are not recorded
+)
 _BASE_COLUMNS = tuple(name for name in _COLUMNS if name != "lora_slots")

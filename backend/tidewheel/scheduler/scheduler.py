@@ -21,6 +21,7 @@ from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.controllers import StepControl
+from tidewheel.scheduler.goodput import Goodput
 from tidewheel.scheduler.planner import StepPlanner
 from tidewheel.scheduler.speculation import Proposer
 from tidewheel.scheduler.state import SchedulerState
@@ -52,6 +53,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._state.requests)
+
+    @property
+    def max_drafts(self) -> int:
+        """Return the most drafts of a row in a step; 0 without speculation."""
+        return self._state.config.num_speculative_tokens if self._state.speculation is not None else 0
 
     @property
     def num_running(self) -> int:
@@ -194,9 +200,9 @@ class Scheduler:
         self._control.observe_step(step, batch, now)
         return outputs
 
-    def use_proposer(self, proposer: Proposer) -> None:
-        """Take drafts from another proposer, while no request is unfinished."""
-        self._state.use_proposer(proposer)
+    def use_proposer(self, proposer: Proposer, goodput: Goodput | None = None) -> None:
+        """Take drafts from another proposer, and their numbers from `goodput`, while no request is unfinished."""
+        self._state.use_proposer(proposer, goodput)
 
     def stats(self) -> EngineStats:
         state, control = self._state, self._control

@@ -83,9 +83,9 @@ class SchedulerState:
     def num_waiting(self) -> int:
         return len(self.requests) - self.columns.num_running
 
-    def use_proposer(self, proposer: Proposer) -> None:
+    def use_proposer(self, proposer: Proposer, goodput: Goodput | None = None) -> None:
         most, step_seconds = self.config.num_speculative_tokens, self.config.decode_seconds
-        goodput = Goodput(self.columns.num_rows, most, step_seconds, explores=not proposer.is_free)
+        goodput = goodput or Goodput(self.columns.num_rows, most, step_seconds, explores=not proposer.is_free)
         self.speculation = Speculation(proposer, goodput, most, self.columns, self.stats)
 
     def _configure(self, config: SchedulerConfig) -> None:

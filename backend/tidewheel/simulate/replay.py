@@ -8,7 +8,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.batch import (
+    NO_DRAFT,
+    NOT_DRAFTED,
+    Int32Array,
+    RowArray,
+    SampledTokens,
+    ScheduledBatch,
+    StepOutputs,
+)
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
@@ -18,7 +26,9 @@ from tidewheel.record import recorded_events as record
 from tidewheel.record.recorder import describe_batch, describe_ended
 from tidewheel.request import FinishReason, Priority, Request, RequestObjective
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.goodput import Goodput
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.speculation import RunnerDrafts
 
 
 class ReplayResult(NamedTuple):
@@ -95,6 +105,24 @@ def play(recording: Recording, player: EventPlayer) -> ReplayResult:
     return ReplayResult(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
 
 
+class RecordedLengths(Goodput):
+    """Numbers of drafts as recorded: what they were is unknown, and with it how many would pay."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.planned = record.ScheduleEvent(0.0)
+
+    def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:  # noqa: ARG002
+        planned = np.array(self.planned.drafts, dtype=np.int32)
+        return planned if len(planned) == len(rows) else np.full(len(rows), self.planned.waits, dtype=np.int32)
+
+    def enter(self, *_: object) -> None: ...
+
+    def observe_drafts(self, *_: object) -> None: ...
+
+    def observe_step(self, *_: object) -> None: ...
+
+
 class EventPlayer:
     """Player of recorded scheduler calls, which compares results with the recording."""
 
@@ -102,6 +130,9 @@ class EventPlayer:
         self.num_steps = 0
         self.num_requests = 0
         self.scheduler = scheduler
+        self._lengths = RecordedLengths()
+        if scheduler.max_drafts:
+            scheduler.use_proposer(RunnerDrafts(scheduler.max_drafts), self._lengths)
         self._in_flight: deque[ScheduledBatch] = deque()
         self._loras: dict[str, Lora] = {}
 
@@ -173,6 +204,7 @@ class EventPlayer:
     def _schedule(self, event: record.ScheduleEvent) -> str:
         if difference := self.play(record.ExpireEvent(event.now, [])):
             return difference
+        self._lengths.planned = event
         batch = self.scheduler.schedule(event.now, event.slice_s)
         if batch is None:
             return _differs("scheduled step", event.step_id, -1)
@@ -190,9 +222,9 @@ class EventPlayer:
         if not self._in_flight:
             return f"tokens of step {event.step_id}, which is not in flight"
         batch = self._in_flight.popleft()
-        tokens = _tokens(event.tokens, len(batch.rows))
+        sampled = _sampled(batch, _tokens(event.tokens, len(batch.rows)))
         try:
-            outputs = self.scheduler.apply(batch, SampledTokens(event.step_id, tokens), event.now)
+            outputs = self.scheduler.apply(batch, sampled, event.now)
         except InternalError as error:
             return f"step {event.step_id} cannot be applied: {error}"
         self.on_applied(event, outputs)
@@ -224,6 +256,17 @@ def to_request(recorded: record.RecordedRequest) -> Request:
         encoder_tokens=recorded.encoder_tokens,
         objective=None if recorded.objective is None else RequestObjective.of(*recorded.objective),
     )
+
+
+def _sampled(batch: ScheduledBatch, tokens: Int32Array) -> SampledTokens:
+    """Return a step's tokens, with drafts that are accepted as recorded."""
+    if not len(batch.draft_tokens):
+        return SampledTokens(batch.step_id, tokens)
+    is_rejected = tokens == SampledTokens.NOT_SAMPLED
+    drafts = np.where(is_rejected, NOT_DRAFTED, np.roll(tokens, 1))
+    drafts[batch.draft_tokens == NO_DRAFT] = NO_DRAFT
+    tokens = np.where(is_rejected, record.ORDINARY_TOKEN, tokens)
+    return SampledTokens(batch.step_id, tokens, draft_tokens=drafts)
 
 
 def _tokens(names: bytes, count: int) -> Int32Array:

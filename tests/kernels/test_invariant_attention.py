@@ -99,6 +99,32 @@ def test_float32(device: str, block_size: int) -> None:
 
 
 @pytest.mark.usefixtures("exact_rows")
+@pytest.mark.parametrize("function", [invariant_attention, split_attention], ids=["invariant", "decodes"])
+@pytest.mark.parametrize("window", [0, 20])
+def test_successive_tokens_of_sequences_in_one_step_equal_decodes_of_their_own(
+    device: str, block_size: int, window: int, function: Callable[..., None]
+) -> None:
+    """All keys are in the cache before attention reads one, those of later tokens too."""
+    whole = prompts(device, block_size)
+    tokens = [(0, range(60, 69)), (1, range(32, 33)), (3, range(16)), (2, range(1))]
+    entries = [(seq, position, position + 1) for seq, positions in tokens for position in positions]
+    entries.insert(9, (1, 0, 0))  # padding
+    together = attended(step(whole, entries), window, 0.0, function=function)
+    alone = torch.cat([attended(step(whole, [entry]), window, 0.0, function=function) for entry in entries])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.usefixtures("exact_rows")
+def test_splits_of_successive_tokens_change_roundings_alone(device: str) -> None:
+    whole = paged_batch([(600, 600)], device=device)
+    entries = [(0, position, position + 1) for position in range(560, 600)]
+    together = attended(step(whole, entries), 0, 0.0, function=split_attention)
+    alone = torch.cat([attended(step(whole, [entry]), 0, 0.0, function=split_attention) for entry in entries])
+    assert_close("attention", alone, together, RATIO[torch.float32])
+    assert not torch.equal(together, alone)
+
+
+@pytest.mark.usefixtures("exact_rows")
 def test_splits_of_decodes_change_a_result(device: str) -> None:
     """What the other kernels do shows in such comparisons."""
     whole = paged_batch([(300, 300)], device=device)

@@ -1,6 +1,9 @@
 """Plan that splits the keys of decodes among a fixed number of programs, longest sequences first.
 
 A kernel makes the plan on the device, once for all layers: a CUDA graph freezes programs, not lengths.
+
+How a decode's keys are split depends on the number and the lengths of all decodes of the step, drafted tokens too. So
+does the rounding of its result; the result without splits, and that of `invariant` attention, depend on no other row.
 """
 
 from functools import lru_cache

@@ -23,13 +23,14 @@ typedef struct {
 /* Add the products of each lane with PAIR inputs at `x`. */
 INLINE floats add_products(floats sum, ints lanes, const element *x) {
 #if defined ELEMENT_FLOAT32
-    return sum + (floats)lanes * *x;
+    return multiply_add(sum, (floats)lanes, (floats){0} + *x);
 #elif defined __AVX512BF16__
     int32_t inputs;
     memcpy(&inputs, x, sizeof inputs);
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)lanes, (__m512bh)_mm512_set1_epi32(inputs));
 #else
-    return sum + (floats)(lanes << 16) * load(x[0]) + (floats)(lanes & (int32_t)0xffff0000) * load(x[1]);
+    sum = multiply_add(sum, (floats)(lanes << 16), (floats){0} + load(x[0]));
+    return multiply_add(sum, (floats)(lanes & (int32_t)0xffff0000), (floats){0} + load(x[1]));
 #endif
 }
 
@@ -42,7 +43,7 @@ typedef struct {
 /* Add the products of a part to `total`. */
 INLINE void multiply_few(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part,
-    float total[][WIDE_OUTPUTS], const int num_rows, const int num_vectors) {
+    float total[][WIDE_OUTPUTS], const int num_rows, const int num_vectors, const int fetches_all) {
     floats sum[FEW][WIDE];
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) sum[r][c] = *(const floats *)(total[r] + c * LANES);
@@ -51,7 +52,7 @@ INLINE void multiply_few(
     for (int64_t k = part.first; k < part.end; k += PAIR, weights += w->block * PAIR) {
         ints lanes[WIDE];
         for (int c = 0; c < num_vectors; c++) lanes[c] = *(const ints *)(weights + c * LANES * PAIR);
-        if (k == next_fetch) {
+        if (fetches_all || k == next_fetch) {
             for (int c = 0; c < num_vectors; c++) __builtin_prefetch(weights + c * LANES * PAIR + part.ahead);
             next_fetch += part.num_passes * PAIR;
         }
@@ -63,7 +64,12 @@ INLINE void multiply_few(
 }
 
 #define FEW_ROWS(rows, vectors) \
-    case 10 * rows + vectors: multiply_few(w, weights, x, x_stride, part, total, rows, vectors); break;
+    case 10 * rows + vectors: \
+        if (part.num_passes == 1) \
+            multiply_few(w, weights, x, x_stride, part, total, rows, vectors, 1); \
+        else \
+            multiply_few(w, weights, x, x_stride, part, total, rows, vectors, 0); \
+        break;
 #if defined __AVX512F__
 #define MORE_ROWS(vectors) FEW_ROWS(5, vectors) FEW_ROWS(6, vectors)
 #else

@@ -152,13 +152,14 @@ INLINE void multiply_tile(
         for (int c = 0; c < num_vectors; c++) {
             floats scale = load_halves(w.scales + at + c * LANES);
             for (int r = 0; r < num_rows; r++)
-                part[r][c] +=
-                    __builtin_convertvector(sum[r][c], floats) * (scale * x.scales[r * x.num_groups + group]);
+                part[r][c] = multiply_add(
+                    part[r][c], __builtin_convertvector(sum[r][c], floats), scale * x.scales[r * x.num_groups + group]);
         }
         if (w.minimums)
             for (int c = 0; c < num_vectors; c++) {
                 floats minimum = load_halves(w.minimums + at + c * LANES);
-                for (int r = 0; r < num_rows; r++) part[r][c] += minimum * x.sums[r * x.num_groups + group];
+                for (int r = 0; r < num_rows; r++)
+                    part[r][c] = multiply_add(part[r][c], minimum, (floats){0} + x.sums[r * x.num_groups + group]);
             }
     }
     for (int r = 0; r < num_rows; r++)
@@ -297,7 +298,8 @@ INLINE void multiply_amx_rows(Matrix w, Rows x, float out[AMX_ROWS][TILE_OUTPUTS
             const int64_t i = r * x.num_groups + group;
             for (int c = 0; c < TILE_VECTORS; c++) {
                 floats products = __builtin_convertvector(sums[r][c] + x.starts[i], floats);
-                total[r][c] += products * (scale[c] * x.scales[i]) + minimum[c] * x.sums[i];
+                total[r][c] = multiply_add(total[r][c], products, scale[c] * x.scales[i]);
+                if (w.minimums) total[r][c] = multiply_add(total[r][c], minimum[c], (floats){0} + x.sums[i]);
             }
         }
     }

@@ -11,3 +11,17 @@ enum { LANES = 16, VECTOR_BYTES = 64 };
 
 typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 typedef float floats __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+
+/* Return sum + a * b, rounded once where the processor can: a compiler chooses by the code around, so that a row's
+   sums would depend on the number of rows beside it. */
+INLINE floats multiply_add(floats sum, floats a, floats b) {
+#if defined __AVX512F__
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined __FMA__
+    union { floats all; __m256 half[2]; } of_a = {a}, of_b = {b}, of_sum = {sum};
+    for (int i = 0; i < 2; i++) of_sum.half[i] = _mm256_fmadd_ps(of_a.half[i], of_b.half[i], of_sum.half[i]);
+    return of_sum.all;
+#else
+    return sum + a * b;
+#endif
+}

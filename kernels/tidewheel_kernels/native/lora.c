@@ -6,12 +6,12 @@ enum { SHARES = 8, PIECE_OUTPUTS = 256, SHRINKS_AHEAD = 1, EXPANDS_AHEAD = 2 };
 
 INLINE floats add_pairs(floats sum, ints a, ints x) {
 #if defined ELEMENT_FLOAT32
-    return sum + (floats)a * (floats)x;
+    return multiply_add(sum, (floats)a, (floats)x);
 #elif defined __AVX512BF16__
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)x);
 #else
-    sum += (floats)(a << 16) * (floats)(x << 16);
-    return sum + (floats)(a & (int32_t)0xffff0000) * (floats)(x & (int32_t)0xffff0000);
+    sum = multiply_add(sum, (floats)(a << 16), (floats)(x << 16));
+    return multiply_add(sum, (floats)(a & (int32_t)0xffff0000), (floats)(x & (int32_t)0xffff0000));
 #endif
 }
 
@@ -210,7 +210,7 @@ INLINE void expand_few(
             __builtin_prefetch(b + (EXPANDS_AHEAD * num_vectors + c) * LANES);
         }
         for (int r = 0; r < num_rows; r++)
-            for (int c = 0; c < num_vectors; c++) sum[r][c] += h[r * h_stride + k] * of_b[c];
+            for (int c = 0; c < num_vectors; c++) sum[r][c] = multiply_add(sum[r][c], (floats){0} + h[r * h_stride + k], of_b[c]);
     }
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) add_floats(out[r] + c * LANES, sum[r][c], left - c * LANES);

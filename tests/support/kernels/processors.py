@@ -15,6 +15,9 @@ from tidewheel_kernels.native.library import NativeKernel
 PROCESSORS = {
     "plain": ("-march=x86-64", "sse2"),
     "avx2": ("-march=x86-64-v3", "avx2"),
+    # As compilers tune for some processors: the code around decides whether a product and a sum are one instruction.
+    "avx2-chains": ("-march=x86-64-v3 --param=avoid-fma-max-bits=512", "avx2"),
+    "avx512-chains": ("-march=x86-64-v4 --param=avoid-fma-max-bits=512", "avx512bw"),
     "avx512": ("-march=x86-64-v4", "avx512bw"),
     "amx": (f"-march=native -DTILES -include {Path(__file__).with_name('emulated_tiles.h')}", "avx512bw"),
 }

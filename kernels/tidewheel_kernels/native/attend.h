@@ -3,7 +3,14 @@
 #pragma once
 
 #include "attend_codes.h"
-#include "attend_vectors.h"
+
+/* Keys to prefetch, as the processor does not guess the stride of one head's keys, into the second cache: fetching into
+   the first held up other loads. */
+enum { KEYS_AHEAD = 16 };
+
+INLINE void fetch(const element *row, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(element)) __builtin_prefetch(row + d, 0, 2);
+}
 
 INLINE float dot(const float *query, const element *key, int64_t head_dim) {
     float sum = 0.0f;
@@ -12,55 +19,40 @@ INLINE float dot(const float *query, const element *key, int64_t head_dim) {
     return sum;
 }
 
-/* Write the logits of a tile. */
-INLINE void score_keys(Heads *of, int64_t count, int64_t num_heads, int64_t head_dim) {
-    for (int64_t t = 0; t < count; t++) {
-        fetch_after(of, t, count, head_dim);
-        for (int64_t h = 0; h < num_heads; h++) of->weights[h][t] = dot(of->query[h], of->keys[t], head_dim);
-    }
-}
-
-INLINE void sum_values(Heads *of, int64_t count, int64_t num_heads, int64_t head_dim) {
-    for (int64_t h = 0; h < num_heads; h++)
-        for (int64_t d = 0; d < head_dim; d++) of->sum[h][d] *= of->fades[h];
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t h = 0; h < num_heads; h++)
-#pragma omp simd
-            for (int64_t d = 0; d < head_dim; d++) of->sum[h][d] += of->weights[h][t] * load(of->values[t][d]);
-}
-
 INLINE void attend(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim, Room *room) {
-    Heads heads;
+    float query[MAX_HEADS][MAX_HEAD_DIM], sum[MAX_HEADS][MAX_HEAD_DIM], weights[MAX_HEADS][KEYS];
     float top[MAX_HEADS], total[MAX_HEADS];
+    const element *keys[KEYS], *values[KEYS];
     for (int64_t h = 0; h < num_heads; h++) {
         top[h] = LOWEST;
         total[h] = 0.0f;
         for (int64_t d = 0; d < head_dim; d++) {
-            if (!has_vectors(head_dim)) heads.query[h][d] = load(q[h * c->q_head_stride + d]) * c->scale;
-            heads.sum[h][d] = 0.0f;
+            query[h][d] = load(q[h * c->q_head_stride + d]) * c->scale;
+            sum[h][d] = 0.0f;
         }
     }
     for (int64_t first = c->begin; first < c->end; first += KEYS) {
         int64_t count = c->end - first < KEYS ? c->end - first : KEYS;
-        find_tile(&c->paged, first, count, head_dim, room, heads.keys, heads.values);
-        if (has_vectors(head_dim))
-            score_keys_by_vectors(&heads, c, q, count, num_heads, head_dim);
-        else
-            score_keys(&heads, count, num_heads, head_dim);
+        find_tile(&c->paged, first, count, head_dim, room, keys, values);
+        for (int64_t t = 0; t < count; t++) {
+            fetch(keys[t + KEYS_AHEAD < count ? t + KEYS_AHEAD : t], head_dim);
+            fetch(values[t], head_dim);
+            for (int64_t h = 0; h < num_heads; h++) weights[h][t] = dot(query[h], keys[t], head_dim);
+        }
         for (int64_t h = 0; h < num_heads; h++) {
             if (c->soft_cap > 0.0f)
-                for (int64_t t = 0; t < count; t++)
-                    heads.weights[h][t] = c->soft_cap * fast_tanh(heads.weights[h][t] / c->soft_cap);
-            heads.fades[h] = weigh(heads.weights[h], count, &top[h], &total[h]);
+                for (int64_t t = 0; t < count; t++) weights[h][t] = c->soft_cap * fast_tanh(weights[h][t] / c->soft_cap);
+            float fade = weigh(weights[h], count, &top[h], &total[h]);
+            for (int64_t d = 0; d < head_dim; d++) sum[h][d] *= fade;
         }
-        if (has_vectors(head_dim))
-            sum_values_by_vectors(&heads, count, num_heads, head_dim);
-        else
-            sum_values(&heads, count, num_heads, head_dim);
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t h = 0; h < num_heads; h++)
+#pragma omp simd
+                for (int64_t d = 0; d < head_dim; d++) sum[h][d] += weights[h][t] * load(values[t][d]);
     }
     for (int64_t h = 0; h < num_heads; h++) {
         float factor = c->begin < c->end ? 1.0f / total[h] : 0.0f;
-        for (int64_t d = 0; d < head_dim; d++) out[h * head_dim + d] = round_to_element(heads.sum[h][d] * factor);
+        for (int64_t d = 0; d < head_dim; d++) out[h * head_dim + d] = round_to_element(sum[h][d] * factor);
     }
 }
 

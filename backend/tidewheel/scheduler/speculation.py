@@ -18,6 +18,7 @@ from tidewheel.scheduler.goodput import DecodeStep, Goodput
 from tidewheel.stats import EngineStats
 
 ANY_BUDGET = 1 << 30
+PATIENCE, STRIDE = 32, 4  # steps in which no draft paid, and how seldom rows are then looked at
 
 
 class Proposals(NamedTuple):
@@ -84,8 +85,12 @@ class Speculation:
         self._kinds = np.zeros(num_rows, dtype=np.int32)
         self._had_drafts = False  # the step that is applied
         self._last: tuple[RowArray, Int32Array] | None = None  # rows of the last step, tokens that each got
+        self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
+        self._num_idle = 0  # steps since drafts paid, or a request entered
 
     def enter(self, request: Request) -> None:
+        self._append_unseen()
+        self._num_idle = 0
         output = np.array(request.output_token_ids, dtype=np.int32)
         self._proposer.enter(request.row, np.concatenate((request.prompt_token_ids, output)))
         self._goodput.enter(request.row, int(self._columns.classes[request.row]))
@@ -94,7 +99,12 @@ class Speculation:
     def choose(self, rows: RowArray, most: Int32Array, budget: int) -> Int32Array:
         """Return how many drafts of distinct rows pay in a step [n]: at most `most` [n], in all at most `budget`."""
         counts = np.minimum(self._counts.take(rows), most)
-        return self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
+        if not counts.any():
+            return counts
+        chosen = self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
+        if chosen.any():
+            self._num_idle = 0
+        return chosen
 
     def is_worthwhile(self, rows: RowArray) -> bool:
         """Return whether drafts would pay after the known tokens of all `rows`."""
@@ -107,15 +117,20 @@ class Speculation:
 
     def observe(self, rows: RowArray, tokens: Int32Array) -> None:
         """Learn a step's tokens [n] of running rows; a row with accepted drafts repeats."""
-        is_first = np.ones(len(rows), dtype=np.bool_)
-        is_first[1:] = rows[1:] != rows[:-1]
-        firsts = is_first.nonzero()[0]
-        distinct: RowArray = rows[firsts]
-        if self._proposer.is_free and not self._had_drafts:
-            self._observe_unused(distinct, tokens[firsts])
+        if self._had_drafts:
+            firsts = np.append(0, (rows[1:] != rows[:-1]).nonzero()[0] + 1)[: len(rows)]
+            self._last = rows[firsts], np.diff(firsts, append=len(rows)).astype(np.int32)
+        else:
+            self._last = rows, np.ones_like(tokens)
+            if self._proposer.is_free and self._counts.take(rows).any():
+                self._observe_unused(rows, tokens)
         self._had_drafts = False
-        self._last = distinct, np.diff(firsts, append=len(rows)).astype(np.int32)
-        self._proposer.append(rows, tokens)
+        self._unseen.append((rows, tokens))
+
+    def _append_unseen(self) -> None:
+        for rows, tokens in self._unseen:
+            self._proposer.append(rows, tokens)
+        self._unseen.clear()
 
     def _observe_unused(self, rows: RowArray, tokens: Int32Array) -> None:
         has_proposal = self._counts.take(rows) > 0
@@ -124,10 +139,15 @@ class Speculation:
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
 
     def propose(self) -> None:
-        """Propose what follows the tokens of the rows that were observed last and still run."""
+        """Propose what follows the tokens of the rows that were observed last; seldom, where nothing paid."""
         assert self._last is not None
         rows = self._last[0]
         rows = rows[self._columns.running.take(rows)]
+        self._num_idle += 1
+        if self._num_idle > PATIENCE and len(self._unseen) < STRIDE:
+            self._counts[rows] = 0
+            return
+        self._append_unseen()
         self._counts[rows], self._token_ids[rows], self._kinds[rows] = self._proposer.propose(rows)
 
     def observe_drafts(self, rows: RowArray, draft_tokens: Int32Array, follows: BoolArray) -> None:
@@ -148,10 +168,12 @@ class Speculation:
         self._had_drafts = True
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Learn the seconds of the step that was observed last, if it had decodes alone."""
-        if self._last is not None and batch.num_decodes == len(batch.rows):
-            step = DecodeStep(len(batch.rows))
-            if len(batch.draft_tokens):
-                num_rows = int(np.count_nonzero(batch.draft_tokens == NO_DRAFT))
-                step = DecodeStep(num_rows, len(batch.rows) - num_rows, int(np.bincount(batch.rows).max()) - 1)
-            self._goodput.observe_step(*self._last, step, seconds)
+        """Learn the seconds of the step that was observed last, if it had decodes alone and rows were looked at."""
+        has_drafts = len(batch.draft_tokens) > 0
+        if self._last is None or batch.num_decodes < len(batch.rows) or (self._unseen and not has_drafts):
+            return
+        step = DecodeStep(len(batch.rows))
+        if has_drafts:
+            num_rows = int(np.count_nonzero(batch.draft_tokens == NO_DRAFT))
+            step = DecodeStep(num_rows, len(batch.rows) - num_rows, int(np.bincount(batch.rows).max()) - 1)
+        self._goodput.observe_step(*self._last, step, seconds)

@@ -2,8 +2,9 @@
 
     python benchmarks speculation FILE.gguf --save        # for example SmolLM2-135M-Instruct, and llama.cpp beside it
 
-Engines take turns in this process. Answers that repeat their prompt are greedy; answers that do not are drawn at
-temperature 1, where nothing of a prompt comes back. Both engines draw alike, so their answers are compared as well.
+One engine in this process takes turns with and without drafts. Answers that repeat their prompt are greedy; answers
+that do not are drawn at temperature 1, where nothing of a prompt comes back. Both draw alike, so their answers are
+compared as well.
 llama.cpp (`pip install xllamacpp`) answers the greedy requests, one at a time, without lookup and with each of its
 kinds.
 """
@@ -28,7 +29,7 @@ from modelled.speculation_model import predictions
 from quantized.llama_server import LOOKUPS, LlamaSettings, llama_server, version
 from tidewheel.bench.charts import COLOURS, GREYS, INK, ChartImage, logarithmic, panels, style
 from tidewheel.grammar import Grammar
-from tidewheel.llm import LLM
+from tidewheel.llm import LLM, GenerationResult
 from tidewheel.sampling import SamplingParams
 
 OFF, ON = "none", "prompt_lookup"
@@ -44,6 +45,19 @@ class Run(NamedTuple):
     @property
     def rate(self) -> float:
         return self.num_tokens / self.seconds
+
+
+class Mode:
+    """An engine with or without drafts. One engine is both: two differ by where in memory their weights lie."""
+
+    def __init__(self, engine: LLM, *, drafts: bool) -> None:
+        self._engine = engine
+        self._state = engine._open_core().scheduler._state
+        self._speculation = self._state.speculation if drafts else None
+
+    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[GenerationResult]:
+        self._state.speculation = self._speculation
+        return self._engine.generate(prompts, params, use_tqdm=False)
 
 
 class Figures(NamedTuple):
@@ -63,20 +77,20 @@ def sampling(text: ChatText, seed: int, num_tokens: int, *, varies: bool) -> Sam
     return SamplingParams(max_tokens=num_tokens, temperature=float(varies), seed=seed, grammar=grammar)
 
 
-def one_by_one(engine: LLM, texts: Sequence[ChatText], num_tokens: int) -> Callable[[], Run]:
+def one_by_one(engine: Mode, texts: Sequence[ChatText], num_tokens: int) -> Callable[[], Run]:
     """Return a run of all texts, one at a time."""
 
     def run() -> Run:
         began, answers = time.perf_counter(), []
         for text in texts:
-            answers += engine.generate([text.prompt], sampling(text, 0, num_tokens, varies=False), use_tqdm=False)
+            answers += engine.generate([text.prompt], [sampling(text, 0, num_tokens, varies=False)])
         return _run(answers, began)
 
     return run
 
 
 def at_once(
-    engine: LLM, texts: Sequence[ChatText], streams: int, num_tokens: int, *, varies: bool
+    engine: Mode, texts: Sequence[ChatText], streams: int, num_tokens: int, *, varies: bool
 ) -> Callable[[], Run]:
     """Return a run of so many streams, in each round of other seeds."""
     numbers = itertools.count()
@@ -86,7 +100,7 @@ def at_once(
         chosen = [texts[index % len(texts)] for index in range(streams)]
         params = [sampling(text, first + index, num_tokens, varies=varies) for index, text in enumerate(chosen)]
         began = time.perf_counter()
-        return _run(engine.generate([text.prompt for text in chosen], params, use_tqdm=False), began)
+        return _run(engine.generate([text.prompt for text in chosen], params), began)
 
     return run
 
@@ -96,11 +110,13 @@ def _run(results: Sequence[Any], began: float) -> Run:
     return Run(sum(map(len, answers)), time.perf_counter() - began, answers)
 
 
-def compare(make: Callable[[LLM], Callable[[], Run]], engines: Mapping[str, LLM], rounds: int) -> dict[str, Any]:
-    """Run both engines in turns. Return rates, the median of the ratios by round, drafts and equal answers."""
-    before = engines[ON].stats()
-    runs = in_turns({name: make(engine) for name, engine in engines.items()}, rounds)
-    after = engines[ON].stats()
+def compare(
+    make: Callable[[Mode], Callable[[], Run]], modes: Mapping[str, Mode], rounds: int, engine: LLM
+) -> dict[str, Any]:
+    """Run both modes in turns. Return rates, the median of the ratios by round, drafts and equal answers."""
+    before = engine.stats()
+    runs = in_turns({name: make(mode) for name, mode in modes.items()}, rounds)
+    after = engine.stats()
     ratios = [ours.rate / base.rate for ours, base in zip(runs[ON], runs[OFF], strict=True)]
     pairs = [
         pair
@@ -168,13 +184,15 @@ def picture(record: Mapping[str, Any]) -> ChartImage:
     return ChartImage("speculation", "", figure)
 
 
-def by_streams(engines: Mapping[str, LLM], options: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def by_streams(
+    modes: Mapping[str, Mode], engine: LLM, options: argparse.Namespace
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     greedy = tuple(itertools.chain.from_iterable(zip(*REPEATING.values(), strict=True)))
     for name, texts, varies in (("repeats", greedy, False), ("varies", VARIED, True)):
         lines = []
         for streams in options.streams:
-            make = lambda engine, n=streams, t=texts, v=varies: at_once(engine, t, n, options.tokens, varies=v)  # noqa: E731
-            lines.append({"text": name, "streams": streams, **compare(make, engines, options.rounds)})
+            make = lambda mode, n=streams, t=texts, v=varies: at_once(mode, t, n, options.tokens, varies=v)  # noqa: E731
+            lines.append({"text": name, "streams": streams, **compare(make, modes, options.rounds, engine)})
             show([lines[-1]])
         yield name, lines
 
@@ -196,19 +214,17 @@ def main() -> None:
     }  # fmt: skip
     result: dict[str, Any] = {}
     with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                LLM(str(options.model), **settings, speculation=name, num_speculative_tokens=options.drafts)
-            )
-            for name in (OFF, ON)
-        }
+        engine = stack.enter_context(
+            LLM(str(options.model), **settings, speculation=ON, num_speculative_tokens=options.drafts)
+        )
+        modes = {OFF: Mode(engine, drafts=False), ON: Mode(engine, drafts=True)}
         lines = []
         for kind, texts in REPEATING.items():
-            make = lambda engine, t=texts: one_by_one(engine, t, options.tokens)  # noqa: E731
-            lines.append({"text": kind, **compare(make, engines, options.rounds), "goal": GOALS["repeats"]})
+            make = lambda mode, t=texts: one_by_one(mode, t, options.tokens)  # noqa: E731
+            lines.append({"text": kind, **compare(make, modes, options.rounds, engine), "goal": GOALS["repeats"]})
             show([lines[-1]])
         result["one_stream"] = lines
-        result["by_streams"] = dict(by_streams(engines, options))
+        result["by_streams"] = dict(by_streams(modes, engine, options))
     if not options.no_llama and options.model.suffix == ".gguf":
         result["llama.cpp"] = {
             "version": version(None),

@@ -81,6 +81,11 @@ def test_a_history_of_days_is_read(tmp_path: Path, capsys: pytest.CaptureFixture
     assert result["finished"] == 40 and result["replicas"]["most"] >= 1
 
 
+def test_drafts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--set", "speculation=prompt_lookup") == 1
+    assert "simulate with speculation none" in capsys.readouterr().err
+
+
 def test_deadlines_are_refused_where_steps_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1, "deadline_s": 3}\n')

@@ -186,6 +186,12 @@ class Scenario:
 def simulator_of(
     config: EngineConfig, info: EngineInfo, trace: Trace, cost: CostModel, **deployment: Any
 ) -> Simulator:
+    """Raise `ConfigError` for settings that cannot be simulated."""
+    if config.speculation != "none":
+        raise ConfigError(
+            f"speculation is {config.speculation}, and simulated tokens say nothing of how many drafts are accepted: "
+            "simulate with speculation none"
+        )
     return Simulator(
         trace,
         lambda _: build_scheduler(config, info),

@@ -22,6 +22,7 @@ from modelled.step_model import (
     random_lengths,
     workload,
 )
+from tidewheel.runner.step_graphs import MOST_TOKENS
 
 HOST = Host(580e-6, 55e-6, 15e-6)
 SMALL = SHAPES["qwen3-0.6b"]
@@ -39,7 +40,7 @@ def test_every_token_of_the_workload_is_computed_once() -> None:
 
 def test_a_step_takes_the_longer_of_device_and_host() -> None:
     model = Model(SMALL, HOST, "slow")
-    decode, eager = model.step(Work(8, 512)), model.step(Work(8, 512, 4096, 4096, 1))
+    decode, eager = model.step(Work(8, 512)), model.step(Work(8, 512, MOST_TOKENS, 4096, 1))
     assert decode.host_s == HOST.step_s and decode.seconds == decode.device_s > decode.host_s
     assert eager.host_s == pytest.approx(HOST.step_s + SMALL.layers * (55e-6 + FACTORS["driver and cuBLAS"].slow))
     between = model.step(Work(8, 512, 64, 2048, 1))

@@ -40,19 +40,23 @@ typedef struct {
     int64_t first, end, pass, num_passes, ahead /* elements */;
 } Part;
 
-/* Add the products of a part to `total`. */
+/* Add the products of a part to `total`; write them, if it `is_whole`: all inputs in one pass. */
 INLINE void multiply_few(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part,
-    float total[][WIDE_OUTPUTS], const int num_rows, const int num_vectors, const int fetches_all) {
+    float total[][WIDE_OUTPUTS], const int num_rows, const int num_vectors, const int is_whole) {
     floats sum[FEW][WIDE];
     for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_vectors; c++) sum[r][c] = *(const floats *)(total[r] + c * LANES);
+        for (int c = 0; c < num_vectors; c++)
+            sum[r][c] = is_whole ? (floats){0} : *(const floats *)(total[r] + c * LANES);
     weights += part.first * w->block;
     int64_t next_fetch = part.first + part.pass * PAIR;
-    for (int64_t k = part.first; k < part.end; k += PAIR, weights += w->block * PAIR) {
+    for (int64_t k = is_whole ? 0 : part.first; k < part.end; k += PAIR, weights += w->block * PAIR) {
         ints lanes[WIDE];
-        for (int c = 0; c < num_vectors; c++) lanes[c] = *(const ints *)(weights + c * LANES * PAIR);
-        if (fetches_all || k == next_fetch) {
+        for (int c = 0; c < num_vectors; c++) {
+            lanes[c] = *(const ints *)(weights + c * LANES * PAIR);
+            if (is_whole) __builtin_prefetch(weights + c * LANES * PAIR + WEIGHTS_AHEAD);
+        }
+        if (!is_whole && k == next_fetch) {
             for (int c = 0; c < num_vectors; c++) __builtin_prefetch(weights + c * LANES * PAIR + part.ahead);
             next_fetch += part.num_passes * PAIR;
         }
@@ -97,13 +101,12 @@ INLINE void multiply_block(
     int64_t num_rows, int64_t num_vectors) {
     const int64_t num_passes = (num_rows + FEW - 1) / FEW, share = (num_rows + num_passes - 1) / num_passes;
     const int64_t length = num_passes > 1 ? (int64_t)PART_INPUTS : w->num_inputs;
-    const int64_t ahead = num_passes > 1 ? length * w->block : WEIGHTS_AHEAD;
-    memset(total, 0, num_rows * sizeof *total);
+    if (num_passes > 1) memset(total, 0, num_rows * sizeof *total);
     for (int64_t first = 0; first < w->num_inputs; first += length) {
         const int64_t end = first + length < w->num_inputs ? first + length : w->num_inputs;
         for (int64_t pass = 0, row = 0; row < num_rows; pass++, row += share) {
             const int64_t count = num_rows - row < share ? num_rows - row : share;
-            const Part part = {first, end, pass, num_passes, ahead};
+            const Part part = {first, end, pass, num_passes, length * w->block};
             multiply_any_few(w, weights, x + row * x_stride, x_stride, part, total + row, count, num_vectors);
         }
     }

@@ -202,6 +202,7 @@ def main() -> None:
     study.add_argument("model", type=Path, help="a GGUF file or a folder")
     study.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     study.add_argument("--rounds", type=int, default=7)
+    study.add_argument("--llama-rounds", type=int, default=3)
     study.add_argument("--tokens", type=int, default=128, help="most of an answer")
     study.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
     study.add_argument("--threads", type=int, default=2)
@@ -228,7 +229,7 @@ def main() -> None:
     if not options.no_llama and options.model.suffix == ".gguf":
         result["llama.cpp"] = {
             "version": version(None),
-            "lines": beside_llama(options.model, options.threads, options.tokens, options.rounds),
+            "lines": beside_llama(options.model, options.threads, options.tokens, options.llama_rounds),
         }
         show(result["llama.cpp"]["lines"])
     result["step_model"] = list(predictions())

@@ -132,8 +132,18 @@ def test_a_place_that_is_named_twice_gets_the_last_block() -> None:
         [1], [0], [1], [True],
         block_rows=int32([1, 1]), block_indices=int32([0, 0]), block_ids=int32([70, 71]),
     )  # fmt: skip
-    _, block_ids, _ = table.update(twice)
+    _, block_ids, *_ = table.update(twice)
     assert block_ids.tolist() == [71, 71]
+
+
+def test_drafts_are_the_inputs_of_their_entries(shares_memory: bool) -> None:
+    table, tokens, _ = filled(np.random.default_rng(0), shares_memory=shares_memory)
+    batch = make_batch([2, 2, 2, 4], [9, 10, 11, 5], [1] * 4, [True] * 4, draft_tokens=int32([-1, 77, 78, -1]))
+    updated(table, batch)
+    host = table.host_inputs(batch)
+    read = table.tokens_at(torch.from_numpy(host.token_indices)).tolist()
+    assert read == [tokens[2, 9], 77, 78, tokens[4, 5]]
+    assert host.seq_lens.tolist() == [10, 11, 12, 6]
 
 
 def test_a_token_that_could_not_be_sampled_is_stored_as_one_that_can_be_embedded() -> None:

@@ -18,7 +18,7 @@ from tidewheel.scheduler.goodput import DecodeStep, Goodput
 from tidewheel.stats import EngineStats
 
 ANY_BUDGET = 1 << 30
-PATIENCE, STRIDE = 32, 4  # steps in which no draft paid, and how seldom rows are then looked at
+PATIENCE, STRIDE = 8, 4  # steps in which no draft was accepted, and how seldom rows are then looked at
 
 
 class Proposals(NamedTuple):
@@ -86,7 +86,7 @@ class Speculation:
         self._had_drafts = False  # the step that is applied
         self._last: tuple[RowArray, Int32Array] | None = None  # rows of the last step, tokens that each got
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
-        self._num_idle = 0  # steps since drafts paid, or a request entered
+        self._num_idle = 0  # steps since a draft was accepted, or a request entered
 
     def enter(self, request: Request) -> None:
         self._append_unseen()
@@ -101,10 +101,7 @@ class Speculation:
         counts = np.minimum(self._counts.take(rows), most)
         if not counts.any():
             return counts
-        chosen = self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
-        if chosen.any():
-            self._num_idle = 0
-        return chosen
+        return self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
 
     def is_worthwhile(self, rows: RowArray) -> bool:
         """Return whether drafts would pay after the known tokens of all `rows`."""
@@ -166,6 +163,8 @@ class Speculation:
         self._stats.num_draft_tokens += int(num_drafts.sum())
         self._stats.num_accepted_draft_tokens += int(num_accepted.sum())
         self._had_drafts = True
+        if num_accepted.any():
+            self._num_idle = 0
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn the seconds of the step that was observed last, if it had decodes alone and rows were looked at."""

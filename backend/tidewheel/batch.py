@@ -112,23 +112,18 @@ class SampledTokens:
     draft_tokens: Int32Array | None = None  # [n] of a batch with `TO_DRAFT`: what the runner drafted
 
 
-def follow_drafts(agrees: BoolArray, draft_tokens: Int32Array) -> BoolArray:
-    """Return which entries count [n]: those that agree, as do all before them in their row."""
-    is_first = draft_tokens == NO_DRAFT
-    misses = np.cumsum(~agrees & ~is_first)
-    firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
-    followed: BoolArray = misses == misses[firsts]
-    return followed
-
-
 def accepted(draft_tokens: Int32Array, token_ids: Int32Array) -> BoolArray:
     """Return which entries' tokens are those that plain decodes would sample [n].
 
     A draft is accepted if it, and every draft before it in its row, is the token sampled at the entry before.
     """
-    agrees = np.zeros(len(token_ids), dtype=np.bool_)
-    agrees[1:] = (draft_tokens[1:] == token_ids[:-1]) & (draft_tokens[1:] >= 0)
-    return follow_drafts(agrees, draft_tokens)
+    is_first = draft_tokens == NO_DRAFT
+    agrees = is_first.copy()
+    agrees[1:] |= (draft_tokens[1:] == token_ids[:-1]) & (draft_tokens[1:] >= 0)
+    num_wrong = np.cumsum(~agrees)
+    firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
+    counts: BoolArray = num_wrong == num_wrong[firsts]
+    return counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Decoder(NativeModel):
         self.weights_bytes += self.lora_bytes
 
     def add_taps(self, taps: Mapping[int, StateTap]) -> None:
-        """Hand out the states before some layers from now on, by layer: the C call of all layers has none."""
+        """Call `taps` with the states before their layers, from now on without the C call of all layers."""
         for layer, tap in taps.items():
             self.layers[layer].tap = tap
         self._decode_layers.clear()

@@ -63,7 +63,10 @@ class DraftSource(NamedTuple):
 
 
 def find_draft_source(plan: ModelPlan, beside: int) -> DraftSource | None:
-    """Return what drafts for a model, None if no model does. `beside`: bytes of its weights. Raise `ConfigError`."""
+    """Return the model or layers that draft for the planned model, or None if neither is wanted.
+
+    `beside`: bytes of the planned model's weights. Raise `ConfigError`.
+    """
     if plan.config.speculation == "first_layers":
         return DraftSource(0, partial(_first_layers, num_first_layers(plan)))
     if plan.config.speculation == "eagle3":

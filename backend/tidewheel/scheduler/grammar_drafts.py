@@ -31,7 +31,7 @@ _SPACING = re.compile(rb'(?=([{}\[\],:"])( ?)([^ ]))')
 
 @lru_cache(maxsize=4)
 def _tokens_of_characters(tokenizer: LLTokenizer) -> tuple[list[int], list[list[int]]]:
-    """Return the space's tokens, and those of the characters that may follow; without unknown ones."""
+    """Return the tokens of a space, and those of each other character that the tokenizer can encode."""
     space, *others = (tokenizer.tokenize_bytes(character.encode()) for character in f" {_CHARACTERS}")
     return space, [token_ids for token_ids in others if token_ids]
 
@@ -52,7 +52,7 @@ class _GrammarRow:
         self._unread += token_ids
 
     def allowed(self, drafts: list[int]) -> list[int]:
-        """Return the drafts before the first that the grammar forbids; none that the runner is to make."""
+        """Return the drafts before the first that the grammar forbids; no drafts, if the runner is to make them."""
         is_known = bool(drafts) and min(drafts) >= 0
         return drafts[: self.matcher.validate_tokens(drafts)] if is_known and not self.matcher.is_error() else []
 
@@ -91,7 +91,7 @@ class _GrammarRow:
 
 
 class GrammarDrafts:
-    """Proposer of drafts that grammars allow, over the proposer of all other rows."""
+    """Proposer that cuts another's drafts to what a row's grammar allows, and drafts text that the grammar forces."""
 
     def __init__(self, proposer: Proposer, columns: RowColumns) -> None:
         self._proposer = proposer

@@ -105,8 +105,7 @@ class Speculation:
 
     def is_worthwhile(self, rows: RowArray) -> bool:
         """Return whether drafts would pay after the known tokens of all `rows`."""
-        counts = self._counts.take(rows)
-        return bool(counts.any() and self._goodput.choose(rows, counts, self._kinds.take(rows), ANY_BUDGET).any())
+        return bool(self.choose(rows, self._counts.take(rows), ANY_BUDGET).any())
 
     def drafts(self, rows: RowArray, counts: Int32Array) -> ChosenDrafts:
         is_used = np.arange(self._token_ids.shape[1]) < counts[:, None]

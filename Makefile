@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT_VENV := .venv-triton36
-# Which build of torch goes into .venv when it is made: cpu, or cuda (not tried on a GPU yet).
+# Which build of torch goes into .venv when it is made: cpu, or cuda.
 TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14

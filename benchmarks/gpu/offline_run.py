@@ -40,7 +40,10 @@ def tidewheel(options: dict[str, Any]) -> Run:
 
 
 def vllm(options: dict[str, Any], **settings: Any) -> Run:
-    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    # Its sampler of top-k and top-p imports FlashInfer, which a bundle lacks; these runs are greedy.
+    os.environ.update(
+        VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0"
+    )  # fmt: skip
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -104,7 +104,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
         block=block,
         capacity=min(block, 4096),
         num_warps=1,
-        row_warps=min(max(block // 512, 4), 16),
+        row_warps=min(max(block // 512, 4), 8),
     )
 
 
@@ -123,7 +123,7 @@ def copy_config(size: int) -> LaunchConfig:
 
 @lru_cache
 def rope_config(num_heads: int) -> LaunchConfig:
-    return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
+    return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=4)
 
 
 @lru_cache

@@ -98,12 +98,12 @@ def test_a_paused_view_looks_no_more() -> None:
     async def check(app: TerminalApp, pilot: Any) -> None:
         await pilot.press("p")
         looks = len(app._watch._pages)
-        app._tick()
+        app._look()
         await app.workers.wait_for_complete()
         assert len(app._watch._pages) == looks
         assert app.query_one("#verdict").render().plain.startswith("PAUSED")  # type: ignore[attr-defined]
         await pilot.press("p")
-        app._tick()
+        app._look()
         await app.workers.wait_for_complete()
         await pilot.pause()
         assert len(app._watch._pages) == looks + 1
@@ -115,7 +115,7 @@ def test_a_paused_view_looks_no_more() -> None:
 def test_a_server_that_answers_no_more_keeps_what_was_seen() -> None:
     async def check(app: TerminalApp, pilot: Any) -> None:
         app._watch.server.texts = ["# of another program\n"]  # type: ignore[attr-defined]
-        app._tick()
+        app._look()
         await app.workers.wait_for_complete()
         await pilot.pause()
         assert "NO ANSWER: http://127.0.0.1:8002/metrics has no figures" in app.query_one("#verdict").render().plain  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ class TerminalApp(App[None]):
         requests.add_columns(*(column for column, _ in REQUEST_COLUMNS))
         requests.focus()
         self._draw()
-        self.set_interval(self._interval_s, self._tick)
+        self.set_interval(self._interval_s, self._look)
 
     def action_sort(self) -> None:
         self.screen.add_class("requests-only")
@@ -119,12 +119,10 @@ class TerminalApp(App[None]):
         if await self.push_screen_wait(QuestionScreen(question, keys="y: cancel it    any other key: leave it")):
             self._cancel(chosen)
 
-    def _tick(self) -> None:
-        if not self._is_paused:
-            self._look()
-
     @work(thread=True, exclusive=True, group="look")
     def _look(self) -> None:
+        if self._is_paused:
+            return
         try:
             view, problem = self._watch.look(), ""
         except (TopError, RequestError) as error:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
+
+import msgspec
 
 from tidewheel.bench.tables import NOTHING, TextTable, number
-from tidewheel.errors import Busy, printable
+from tidewheel.errors import Busy
 from tidewheel.request import Priority
-from tidewheel.settings import shown_bytes
-from tidewheel.top.server_view import ClassLine, ErrorLine, LoraLine, RankLine, RequestLine, ServerView, TenantLine
+from tidewheel.top.figure_text import count, duration, name, per_second, percent
+from tidewheel.top.server_view import ErrorLine, RequestLine, ServerView, cells
 
 MAX_BUSIEST = 8  # tenants and adapters that are shown
 MAX_PLAIN_REQUESTS = 20  # of --once
@@ -19,10 +21,6 @@ FULL_CACHE = 0.95
 LEAST_RATE = 1e-6  # of a difference of rates
 GOOD_SHARE = 0.9  # of answers in time
 NUM_STEPS = 2  # that a request waits without a queue: those in flight, then its own
-
-
-Line = TypeVar("Line")
-Columns = Sequence[tuple[str, Callable[[Line], str]]]  # header and cell
 
 
 class TextSection(NamedTuple):
@@ -38,7 +36,7 @@ ORDERS: dict[str, Callable[[RequestLine], tuple[float | str, ...]]] = {
     "by tenant": lambda one: (one.tenant, -one.age_s),
     "by class": lambda one: (Priority[one.priority.upper()], -one.age_s),
 }
-REQUEST_COLUMNS: Columns[RequestLine] = (
+REQUEST_COLUMNS: Sequence[tuple[str, Callable[[RequestLine], str]]] = (  # header and cell
     ("class", lambda one: one.priority),
     ("state", lambda one: one.state),
     ("age", lambda one: duration(one.age_s)),
@@ -50,57 +48,18 @@ REQUEST_COLUMNS: Columns[RequestLine] = (
     ("in", lambda one: count(one.num_prompt_tokens)),
     ("cached", lambda one: count(one.num_cached_tokens)),
     ("preempted", lambda one: count(one.num_preemptions)),
-    ("tenant", lambda one: printable(one.tenant) or NOTHING),
-    ("id", lambda one: printable(one.request_id) or NOTHING),
+    ("tenant", lambda one: name(one.tenant)),
+    ("id", lambda one: name(one.request_id)),
 )
 NUM_TEXTS = 2  # columns at the end, whose cells clients choose
-_CLASS_COLUMNS: Columns[ClassLine] = (
-    ("class", lambda one: one.name),
-    ("running", lambda one: count(one.running)),
-    ("waiting", lambda one: count(one.waiting)),
-    ("oldest wait", lambda one: duration(one.oldest_wait_s)),
-    ("longest wait", lambda one: duration(one.longest_wait_s)),
-    ("started", lambda one: per_second(one.started_rate)),
-    ("shed", lambda one: count(one.shed)),
-    ("evicted", lambda one: count(one.evicted)),
-    ("in time", lambda one: percent(one.in_time)),
-    ("objectives", lambda one: percent(one.objectives)),
-)
-_TENANT_COLUMNS: Columns[TenantLine] = (
-    ("tenant", lambda one: printable(one.name) or NOTHING),
-    ("requests", lambda one: per_second(one.requests_rate)),
-    ("refused", lambda one: per_second(one.rejected_rate)),
-    ("mean queue", lambda one: duration(one.mean_queue_s)),
-    ("tokens in", lambda one: per_second(one.prompt_tokens_rate)),
-    ("tokens out", lambda one: per_second(one.output_tokens_rate)),
-    ("out in all", lambda one: count(one.output_tokens)),
-    ("objectives", lambda one: percent(one.objectives)),
-)
-_LORA_COLUMNS: Columns[LoraLine] = (
-    ("adapter", lambda one: printable(one.name)),
-    ("running", lambda one: count(one.running)),
-    ("waiting", lambda one: count(one.waiting)),
-    ("requests", lambda one: per_second(one.requests_rate)),
-    ("tokens in", lambda one: per_second(one.prompt_tokens_rate)),
-    ("tokens out", lambda one: per_second(one.output_tokens_rate)),
-    ("out in all", lambda one: count(one.output_tokens)),
-)
-_ERROR_COLUMNS: Columns[ErrorLine] = (
-    ("error", lambda one: printable(one.tag)),
-    ("refused", lambda one: count(one.refused)),
-    ("now", lambda one: per_second(one.refused_rate)),
-    ("failed", lambda one: count(one.failed)),
-    ("now", lambda one: per_second(one.failed_rate)),
-    ("at the gateway", lambda one: count(one.gateway)),
-)
-_RANK_COLUMNS: Columns[RankLine] = (
-    ("model", lambda one: one.model),
-    ("rank", lambda one: count(one.rank)),
-    ("device", lambda one: one.device),
-    ("host memory", lambda one: NOTHING if one.memory_bytes is None else shown_bytes(one.memory_bytes)),
-    ("CPU", lambda one: percent(one.busy)),
-    ("process", lambda one: str(one.pid)),
-)
+_CLASSES = (
+    "class", "running", "waiting", "oldest wait", "longest wait", "started", "shed", "evicted", "in time",
+    "objectives",
+)  # fmt: skip
+_TENANTS = ("tenant", "requests", "refused", "mean queue", "tokens in", "tokens out", "out in all", "objectives")
+_LORAS = ("adapter", "running", "waiting", "requests", "tokens in", "tokens out", "out in all")
+_ERRORS = ("error", "refused", "now", "failed", "now", "at the gateway")
+_RANKS = ("model", "rank", "device", "host memory", "CPU", "process")
 
 
 def headline(view: ServerView) -> str:
@@ -113,13 +72,13 @@ def panels(view: ServerView) -> list[TextSection]:
 
 
 def tables(view: ServerView) -> list[TextSection]:
-    errors = _ERROR_COLUMNS if view.gateway is not None else _ERROR_COLUMNS[:-1]
+    errors = _ERRORS if view.gateway is not None else _ERRORS[:-1]
     return [
-        _table("classes", _CLASS_COLUMNS, view.classes),
-        _busiest("tenants", _TENANT_COLUMNS, view.tenants),
-        _busiest("adapters", _LORA_COLUMNS, view.loras),
+        _table("classes", _CLASSES, view.classes),
+        _busiest("tenants", _TENANTS, view.tenants),
+        _busiest("adapters", _LORAS, view.loras),
         _table("errors since the start (docs/errors.md)", errors, view.errors),
-        _table(f"{len(view.ranks)} ranks", _RANK_COLUMNS, view.ranks),
+        _table(f"{len(view.ranks)} ranks", _RANKS, view.ranks),
     ]
 
 
@@ -188,7 +147,7 @@ def _steps(view: ServerView) -> TextSection:
         ("tokens a step", f"{number(one.tokens_per_step)} of {count(one.token_budget)}"),
         ("rows at most", count(one.max_num_seqs)),
         ("preemptions", f"{count(one.preemptions)}, {per_second(one.preemptions_rate)}"),
-        ("breaker", one.breaker or NOTHING),
+        ("breaker", name(one.breaker)),
     ]
     if one.accepted_drafts is not None:
         rows.append(("drafts accepted", f"{percent(one.accepted_drafts)}, {number(one.accepted_per_step)} a step"))
@@ -211,14 +170,14 @@ def _cache(view: ServerView) -> TextSection:
     return _pairs("KV cache", rows)
 
 
-def _busiest(what: str, columns: Columns[Line], lines: Sequence[Line]) -> TextSection:
+def _busiest(what: str, header: Sequence[str], lines: Sequence[msgspec.Struct]) -> TextSection:
     more = len(lines) - MAX_BUSIEST
-    return _table(f"{what}, {more} more not shown" if more > 0 else what, columns, lines[:MAX_BUSIEST])
+    return _table(f"{what}, {more} more not shown" if more > 0 else what, header, lines[:MAX_BUSIEST])
 
 
-def _table(title: str, columns: Columns[Line], lines: Sequence[Line]) -> TextSection:
-    rows = [[cell(line) for _, cell in columns] for line in lines]
-    return TextSection(title, TextTable([name for name, _ in columns], rows, num_labels=1))
+def _table(title: str, header: Sequence[str], lines: Sequence[msgspec.Struct]) -> TextSection:
+    rows = [cells(line)[: len(header)] for line in lines]
+    return TextSection(title, TextTable(list(header), rows, num_labels=1))
 
 
 def verdict(view: ServerView) -> str:
@@ -281,26 +240,6 @@ def _queue(view: ServerView) -> str:
 
 def _pace(view: ServerView) -> str:
     return f"a step takes {duration(view.steps.seconds_per_step)}"
-
-
-def count(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f}"
-
-
-def per_second(value: float | None) -> str:
-    return NOTHING if value is None else f"{number(value)}/s" if value else "0/s"
-
-
-def percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{100 * share:.0f} %"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return NOTHING
-    if seconds >= 120:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def bar(share: float | None, width: int = 8) -> str:

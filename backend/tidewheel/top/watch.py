@@ -15,7 +15,7 @@ import psutil
 from tidewheel.engine.connection import ask
 from tidewheel.engine.folder import label_of, model_label, read_serving
 from tidewheel.engine.messages import MAX_LISTED, CancelReply, CancelRequest, ListRequests, RequestList, RequestRow
-from tidewheel.metrics import RECEIVED
+from tidewheel.metrics import LORA_REQUESTS, RECEIVED, TENANT_REQUESTS
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
 from tidewheel.top import TopError, server_view
@@ -98,15 +98,18 @@ class ServerWatch:
         change = self._change(self._pages, self._of_model(self._metrics(state, reason)))
         gateway, gateway_problem = self._gateway()
         listing = self.list_requests(self.server.metrics_url, self.model)
-        view = server_view.read(
-            ServerView,
-            change,
+        view = ServerView(
             server=self.server.metrics_url,
             models=label_values(change.after, RECEIVED, "model"),
             is_ready=is_ready,
             state=state,
             reason=reason,
+            traffic=server_view.read(server_view.Traffic, change),
             classes=server_view.classes(change, listing.requests),
+            tenants=server_view.busiest(change, server_view.TenantLine, TENANT_REQUESTS, "tenant"),
+            loras=server_view.busiest(change, server_view.LoraLine, LORA_REQUESTS, "lora"),
+            cache=server_view.read(server_view.CacheLine, change),
+            steps=server_view.read(server_view.StepLine, change),
             errors=server_view.errors(change, gateway or _NO_CHANGE),
             gateway=server_view.read(server_view.GatewayLine, gateway) if gateway is not None else None,
             gateway_problem=gateway_problem,

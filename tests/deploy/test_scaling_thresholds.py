@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_policies import QueueDepthScaling
+from tidewheel.simulate.compared_policies import QueueDepthScaling
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 DEFAULTS = ScalingSettings()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingPolicy, ScalingSettings
-from tidewheel.fleet.scaling_policies import SCALING_POLICIES
 from tidewheel.request import Priority
+from tidewheel.simulate.compared_policies import POLICIES
 from tidewheel.simulate.fleet_choice import make_scaling
 
-NAMES = tuple(SCALING_POLICIES)
+NAMES = tuple(POLICIES)
 CAPACITY = 1000.0  # tokens per second of a replica
 TOKENS = 100  # of a request
 STEP_S = 15.0

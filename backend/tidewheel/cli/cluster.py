@@ -28,7 +28,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "number of replicas; N:M follows the load between both, and 0:M has none while nothing is asked"
     add("--replicas", type=_numbers, default=(1, 0), metavar="N[:M]", help=f"{text} (default: 1)")
-    text = "policy for N:M: reactive, predictive, queue-depth or ongoing (default: %(default)s)"
+    text = "policy for N:M: reactive or predictive (default: %(default)s)"
     add("--scaling", default="reactive", metavar="NAME", help=text)
     text = "a setting of the policy, as scale_down_after_s=300 (repeatable)"
     add("--scaling-set", action="append", default=[], type=_setting, metavar="KEY=NUMBER", help=text)

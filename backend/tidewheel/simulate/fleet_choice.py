@@ -11,7 +11,8 @@ from tidewheel.errors import ConfigError
 from tidewheel.fleet.arrival_forecast import BUCKET_S, NUM_BUCKETS
 from tidewheel.fleet.routers import ROUTERS
 from tidewheel.fleet.scaling import ScalingPolicy, ScalingSettings
-from tidewheel.fleet.scaling_policies import SCALING_POLICIES, PredictiveScaling
+from tidewheel.fleet.scaling_policies import PredictiveScaling
+from tidewheel.simulate.compared_policies import POLICIES
 
 
 def check_router(name: str) -> None:
@@ -22,8 +23,8 @@ def check_router(name: str) -> None:
 
 def check_scaling(name: str) -> None:
     """Raise `ConfigError` for an unknown policy name."""
-    if name not in SCALING_POLICIES:
-        raise ConfigError(f"scaling is {name!r}: choose one of {', '.join(SCALING_POLICIES)}")
+    if name not in POLICIES:
+        raise ConfigError(f"scaling is {name!r}: choose one of {', '.join(POLICIES)}")
 
 
 def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] = ()) -> ScalingPolicy:
@@ -31,7 +32,7 @@ def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] 
     check_scaling(name)
     if name == "predictive":
         return PredictiveScaling(settings, bucket_counts(history))
-    return SCALING_POLICIES[name](settings)
+    return POLICIES[name](settings)
 
 
 def bucket_counts(arrivals: Sequence[float]) -> list[float]:

@@ -271,13 +271,6 @@ def test_a_short_queue_keeps_the_replica_that_it_brought() -> None:
     assert fleet.run(1, 1800)[-1] == 1
 
 
-def test_the_clock_may_not_go_back() -> None:
-    scaling = policy()
-    scaling.decide(FleetState(now=10.0))
-    with pytest.raises(ValueError, match="the clock went back by 3 s"):
-        scaling.decide(FleetState(now=7.0))
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [

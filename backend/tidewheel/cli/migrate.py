@@ -27,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # Protobuf takes a second.
     from tidewheel.entries.checking import find_entries
-    from tidewheel.entries.migration import migrate, write, write_in_place
+    from tidewheel.entries.migration import migrate, write
 
     migration = migrate(args.path, args.model)
     source = find_entries(args.path)[0].resolve()
     out = args.out or source.with_name(source.name + SUFFIX)
-    written = write_in_place(migration.entries) if args.in_place else write(migration.entries, out)
+    written = write(migration.entries, None if args.in_place else out)
     for lost in migration.lost:
         print(printable(f"{lost.place}: changed: {lost.message}"))
     for finding in migration.unknown:

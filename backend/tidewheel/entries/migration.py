@@ -70,35 +70,30 @@ def migrate(path: Path, model: str = "") -> Migration:
     return migration
 
 
-def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
-    """Write the migrated entries to new folders. Raise `ConfigError` if a folder exists."""
-    for entry in entries:
-        if (repository / entry.name).exists():
-            raise ConfigError(f"{repository / entry.name} exists, and is not written over: give another --out")
-    for entry in entries:
-        folder = repository / entry.name
-        if entry.source is not None:
-            shutil.copytree(entry.source, folder, symlinks=True)
-        (folder / "1").mkdir(parents=True, exist_ok=True)
-        _write_files(entry, folder)
-    return [repository / entry.name for entry in entries]
+def write(entries: Sequence[NewEntry], repository: Path | None) -> list[Path]:
+    """Write the migrated entries to new folders of a repository, or over the old entries without one.
 
-
-def write_in_place(entries: Sequence[NewEntry]) -> list[Path]:
-    """Overwrite the old entries. Raise `ConfigError` if a new entry replaces several old ones."""
-    folders = []
-    for entry in entries:
-        if entry.source is None:
-            raise ConfigError(f"--in-place: {entry.name} is made of several entries, which stay: give --out")
-        folders.append(entry.source)
+    Raise `ConfigError` if a new folder exists, or if a new entry would replace several old ones.
+    """
+    folders = [_folder_of(entry, repository) for entry in entries]
     for entry, folder in zip(entries, folders, strict=True):
-        _write_files(entry, folder)
+        if folder != entry.source:
+            if entry.source is not None:
+                shutil.copytree(entry.source, folder, symlinks=True)
+            (folder / "1").mkdir(parents=True, exist_ok=True)
+        for name, text in entry.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
     return folders
 
 
-def _write_files(entry: NewEntry, folder: Path) -> None:
-    for name, text in entry.files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+def _folder_of(entry: NewEntry, repository: Path | None) -> Path:
+    if repository is None:
+        if entry.source is None:
+            raise ConfigError(f"--in-place: {entry.name} is made of several entries, which stay: give --out")
+        return entry.source
+    if (folder := repository / entry.name).exists():
+        raise ConfigError(f"{folder} exists, and is not written over: give another --out")
+    return folder
 
 
 def _add_vllm(migration: Migration, original: Entry, model: str) -> None:

@@ -50,9 +50,7 @@ class ArrivalForecast:
         return self.error <= ERROR_LIMIT
 
     def ahead(self, buckets: int) -> float:
-        """Return the arrivals expected in a future bucket (1: the next). Raise `ValueError` unless `is_ready`."""
-        if not self.is_ready:
-            raise ValueError("no forecast before the first season has passed")
+        """Return the arrivals expected in a future bucket (1: the next), once the forecast is ready."""
         trend = self._trend * math.fsum(math.pow(DAMPING, step) for step in range(1, buckets + 1))
         factor = self._season[(self._next + buckets - 1) % NUM_BUCKETS]
         return max(self._level + trend, 0.0) * factor

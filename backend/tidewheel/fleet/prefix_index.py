@@ -108,15 +108,6 @@ class PrefixIndex:
         while len(stamps) > limit:
             self._drop(slot, next(iter(stamps)))
 
-    def check_invariants(self) -> None:
-        pairs = {(chunk, slot) for slot, stamps in self._stamps.items() for chunk in stamps}
-        held = {(chunk, slot) for chunk, bits in self._holders.items() for slot in self._stamps if bits >> slot & 1}
-        assert pairs == held
-        assert sum(bits.bit_count() for bits in self._holders.values()) == len(pairs)
-        assert len(pairs) <= self._max_known
-        for stamps in self._stamps.values():
-            assert list(stamps.values()) == sorted(stamps.values())
-
     def _drop(self, slot: int, chunk: int) -> None:
         del self._stamps[slot][chunk]
         if left := self._holders[chunk] & ~(1 << slot):

@@ -70,7 +70,10 @@ class Denoising:
 
 
 class Pipeline:
-    """`IterativeModel` without condition, with a label, or with a text and a VAE that makes samples pixels."""
+    """Model without condition, with a label, or with a text and a VAE that makes samples pixels.
+
+    Methods may raise anything; `step` then leaves all states as they were.
+    """
 
     def __init__(self, folder: Path, kind: str, config: EngineConfig, options: DiffusersOptions) -> None:
         device, takes_text = take_device(config), kind == "StableDiffusionPipeline"
@@ -154,7 +157,10 @@ class Pipeline:
 
     @torch.inference_mode()
     def step(self, states: Sequence[Denoising]) -> list[bool]:
-        """Run the network once; a row with guidance has two samples in its batch."""
+        """Compute the next step of states of one size. Return which samples are finite.
+
+        A row with guidance has two samples in the network's batch.
+        """
         samples, timesteps, counts = [], [], []
         for state in states:
             timestep = state.scheduler.timesteps[state.num_done]
@@ -175,6 +181,7 @@ class Pipeline:
 
     @torch.inference_mode()
     def decode(self, states: Sequence[Denoising]) -> list[Arrays]:
+        """Return each state's picture, or before its last step a preview."""
         samples = torch.cat([state.estimate for state in states])
         if self._vae is not None:
             samples = self._vae.decode(samples / self._vae.config.scaling_factor).sample

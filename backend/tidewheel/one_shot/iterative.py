@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -14,38 +14,22 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, NumericError
 from tidewheel.one_shot.adapters import load_adapter
 from tidewheel.one_shot.runner import FinishedRun, each_of, reason_of
-from tidewheel.one_shot.signature import Arrays, Signature
-from tidewheel.one_shot.step_options import StepOffer, StepOptions
+from tidewheel.one_shot.signature import Arrays
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
+
+if TYPE_CHECKING:
+    from tidewheel.one_shot.diffusion import Denoising, Pipeline
 
 log = logging.getLogger(__name__)
 
 BLOCKS_PER_ROW = 4
-State = Any  # of one request, made by `prepare`
-
-
-class IterativeModel(Protocol):
-    """Model that an adapter loads. Methods may raise anything; `step` then leaves all states as they were."""
-
-    signature: Signature
-    device: str
-    weights_bytes: int
-    offer: StepOffer
-
-    def prepare(self, inputs: Arrays, seed: int, options: StepOptions) -> State: ...
-
-    def step(self, states: Sequence[State]) -> list[bool]:
-        """Compute the next step of states of one size. Return which samples are finite."""
-
-    def decode(self, states: Sequence[State]) -> list[Arrays]:
-        """Return each state's picture, or before its last step a preview."""
 
 
 class Progress:
     """Model state and step count of a request, kept while it is preempted."""
 
-    def __init__(self, model: IterativeModel, request: Request) -> None:
+    def __init__(self, model: Pipeline, request: Request) -> None:
         self._model, self._options = model, request.step_options
         self.state = model.prepare(request.inputs or {}, request.seed, self._options)
         self.num_steps = 0
@@ -73,7 +57,7 @@ class Progress:
 class IterativeRunner:
     """Runner with `ModelRunner`'s interface. If a batch fails, each of its requests is tried alone, once."""
 
-    def __init__(self, model: IterativeModel, config: EngineConfig, load_seconds: float = 0.0) -> None:
+    def __init__(self, model: Pipeline, config: EngineConfig, load_seconds: float = 0.0) -> None:
         self._model = model
         self._rows: dict[int, Request] = {}
         num_rows, num_slots = min(config.max_num_seqs, config.max_num_batched_tokens), model.offer.max_steps + 1
@@ -117,5 +101,5 @@ class IterativeRunner:
             request.outputs = request.progress.with_step(outputs)
 
 
-def _states(requests: Sequence[Request]) -> list[State]:
+def _states(requests: Sequence[Request]) -> list[Denoising]:
     return [request.progress.state for request in requests]

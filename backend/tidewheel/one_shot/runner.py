@@ -132,13 +132,11 @@ class OneShotRunner:
                 shape = list(outputs[spec.name].shape)
                 log.warning("%s is %s for %d items: from now on each request runs alone", spec.name, shape, ends[-1])
                 raise ValueError
-        return [
-            self._cut(
-                {spec.name: _part(spec, outputs[spec.name], end - count, end) for spec in self._signature.outputs},
-                each,
-            )
-            for count, end, each in zip(counts, ends, inputs, strict=True)
+        spans = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        parts = [
+            {spec.name: _part(spec, outputs[spec.name], *span) for spec in self._signature.outputs} for span in spans
         ]
+        return list(map(self._cut, parts, inputs))
 
     def _run(self, inputs: Sequence[Arrays]) -> Arrays:
         feeds = {spec.name: self._joined(spec, inputs) for spec in self._signature.inputs}

@@ -8,11 +8,12 @@ Between two messages the other ranks wait asleep, as they do in an engine. Sums 
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from torch import distributed
 from common.study import Study, show
 from tidewheel.batch import ScheduledBatch
 from tidewheel.runner.collectives import MemoryCollectives, create_memory
-from tidewheel.runner.rank_group import framed, receive
 from tidewheel.runner.rank_loras import LeaderLoras
 from tidewheel.runner.step_messages import decode_step, encode_step
 
@@ -72,28 +72,26 @@ def step(num_rows: int) -> ScheduledBatch:
     return ScheduledBatch(1, rows, rows + 1000, ones, ones.astype(np.bool_), num_rows, num_rows, **places)
 
 
-def answer(rank: int, meeting: Meeting, connection: socket.socket, size: int) -> None:
-    groups, stream, memory = meeting.groups(rank), connection.makefile("rb"), torch.zeros(size, dtype=torch.uint8)
+def answer(rank: int, meeting: Meeting, connection: Connection, size: int) -> None:
+    groups, memory = meeting.groups(rank), torch.zeros(size, dtype=torch.uint8)
     for _ in range(ROUNDS):
-        message = receive(stream)
-        assert message is not None
-        decode_step(message, {})
-        connection.send(ACKNOWLEDGED)
+        decode_step(connection.recv_bytes(), {})
+        connection.send_bytes(ACKNOWLEDGED)
     for group in groups.values():
         for _ in range(ROUNDS):
             group.broadcast(memory)
-            connection.send(ACKNOWLEDGED)
+            connection.send_bytes(ACKNOWLEDGED)
     sums(groups)
 
 
-def timed_messages(send: Callable[[], None], connections: list[socket.socket]) -> dict[str, float]:
+def timed_messages(send: Callable[[], None], connections: list[Connection]) -> dict[str, float]:
     seconds = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
         send()
         seconds.append(time.perf_counter() - began)
         for connection in connections:
-            connection.recv(1)
+            connection.recv_bytes()
         time.sleep(PAUSE_S)  # the others wait asleep, as between steps
     return summary(seconds)
 
@@ -129,7 +127,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         meeting = Meeting(create_memory(arguments.ranks), Path(folder) / "rendezvous", arguments.ranks)
         for rank in range(1, arguments.ranks):
-            ours, theirs = socket.socketpair()
+            ours, theirs = Pipe()
             connections.append(ours)
             if os.fork() == 0:
                 answer(rank, meeting, theirs, size)
@@ -137,9 +135,9 @@ def main() -> None:
         groups = meeting.groups(0)
 
     def send() -> None:
-        data = framed(encode_step(batch, loras))
+        data = encode_step(batch, loras)
         for connection in connections:
-            connection.sendall(data)
+            connection.send_bytes(data)
 
     memory = torch.zeros(size, dtype=torch.uint8)
     messages = {"sockets, with encoding": timed_messages(send, connections)}

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import torch
@@ -40,12 +40,10 @@ from tidewheel_process.child import Child
 
 log = logging.getLogger(__name__)
 
-JOINS = b"\n"  # first byte from a rank, when it is about to join the group
 HANG_S = 1.5  # longest wait for another rank inside a step
 GPU_HANG_S = 60.0  # longest time of an operation on a GPU, with the steps that are queued before it
 END_S = 0.1  # from a failed operation to the end of the rank that caused it
 AFTER_RANK_S = 1.5  # time that an engine has to end by itself after another rank ended
-_LENGTH = struct.Struct("<I")
 
 
 class RankStart(msgspec.Struct):
@@ -53,9 +51,9 @@ class RankStart(msgspec.Struct):
 
     rank: int
     settings: dict[str, Any]
-    memory: int  # descriptor, as is the next
-    socket: int
-    loras: int  # descriptor of a connection for adapters
+    memory: int  # descriptor, as are the next
+    steps: int  # of a connection
+    loras: int  # of a connection for adapters
     ends_engine: bool  # if rank 0 hangs
 
 
@@ -68,15 +66,15 @@ class RankProcess:
         """Start the process, and set `ended` at its end. Raise OSError."""
         self.rank, self.failure, self._ended = rank, "", ended
         self._joining = threading.Event()
-        self._connection, other = socket.socketpair()
-        self.loras, loras = Pipe()
+        (self._steps, steps), (self.loras, loras) = Pipe(), Pipe()
         limit = struct.pack("ll", *divmod(int(1e6 * hang_limit_s(config)), 10**6))  # a C timeval
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        start = RankStart(rank, config.to_settings(), memory, other.fileno(), loras.fileno(), is_engine)
+        with socket.socket(fileno=os.dup(self._steps.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        start = RankStart(rank, config.to_settings(), memory, steps.fileno(), loras.fileno(), is_engine)
         command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
         started: Future[Child] = Future()
         threading.Thread(
-            target=self._run, args=(command, memory, other, loras, started), name=f"rank-{rank}", daemon=True
+            target=self._run, args=(command, memory, steps, loras, started), name=f"rank-{rank}", daemon=True
         ).start()
         self._child = started.result()  # raises what starting raised
 
@@ -85,24 +83,23 @@ class RankProcess:
         self._joining.wait()
 
     def _run(
-        self, command: Sequence[str], memory: int, other: socket.socket, loras: Connection, started: Future[Child]
+        self, command: Sequence[str], memory: int, steps: Connection, loras: Connection, started: Future[Child]
     ) -> None:
         """Start the process, and wait for its end here: the kernel ends a child with the thread that started it."""
-        received = b""
-        with self._connection, self.loras:
+        reason = ""
+        with self._steps, self.loras:
             try:
-                with other, loras:
-                    child = Child(command, ends_with_parent=True, pass_fds=[memory, other.fileno(), loras.fileno()])
+                with steps, loras:
+                    child = Child(command, ends_with_parent=True, pass_fds=[memory, steps.fileno(), loras.fileno()])
             except BaseException as error:
                 started.set_exception(error)
                 return
             started.set_result(child)
-            with contextlib.suppress(OSError):
-                while part := self._connection.recv(4096):
-                    received += part
-                    self._joining.set()
+            with contextlib.suppress(OSError, EOFError):
+                self._steps.recv_bytes()  # empty
+                self._joining.set()
+                reason = self._steps.recv_bytes().decode()
         child.ends_within(END_S)
-        reason = received.removeprefix(JOINS).decode(errors="replace")
         self.failure = reason or f"rank {self.rank} ended with {child.exit}, and the log may say why"
         self._ended.set()
         self._joining.set()
@@ -111,9 +108,9 @@ class RankProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Raise OSError if the process has ended, or takes nothing for as long as an operation may wait."""
-        self._connection.sendall(data)
+        self._steps.send_bytes(message)
 
     def kill(self) -> None:
         self._child.send_signal(signal.SIGKILL)
@@ -157,10 +154,8 @@ class RankGroup:
             os._exit(1)
 
     def send(self, message: bytes) -> None:
-        """Send a message that each rank gets by `receive`."""
-        data = framed(message)
         for process in self._processes:
-            process.send(data)
+            process.send(message)
 
     def failure(self, limit_s: float | None = 0.0) -> str:
         """Wait up to `limit_s` for the end of a rank (None: for ever). Return its reason; empty: none has ended."""
@@ -251,16 +246,6 @@ def follow(
             runner.launch(batch)
         else:
             runner.prepare(batch)
-
-
-def framed(message: bytes) -> bytes:
-    return _LENGTH.pack(len(message)) + message
-
-
-def receive(stream: BinaryIO) -> bytes | None:
-    """Return the next message, None at the end."""
-    header = stream.read(_LENGTH.size)
-    return stream.read(*_LENGTH.unpack(header)) if len(header) == _LENGTH.size else None
 
 
 def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:

@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.models.shard import Shard
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.rank_group import HANG_S, JOINS, RankStart, follow, join_group, receive
+from tidewheel.runner.rank_group import HANG_S, RankStart, follow, join_group
 from tidewheel.runner.rank_loras import serve_reads
 from tidewheel_process.current_process import end_with_parent
 
@@ -56,10 +55,10 @@ class LeaderWatch:
         return ""
 
 
-def run(start: RankStart, connection: socket.socket) -> str:
+def run(start: RankStart, connection: Connection) -> str:
     """Run the rank until the engine ends. Return the reason of an end before that."""
     try:
-        connection.sendall(JOINS)
+        connection.send_bytes(b"")  # it is about to join the group
         config, rank = EngineConfig.from_settings(start.settings), start.rank
         watch = LeaderWatch()
         shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, start.memory, watch))
@@ -71,7 +70,8 @@ def run(start: RankStart, connection: socket.socket) -> str:
         if config.enable_lora:
             serving = partial(serve_reads, Connection(start.loras), runner.read_lora, loras)
             threading.Thread(target=serving, name="loras", daemon=True).start()
-        follow(runner, partial(receive, connection.makefile("rb")), loras)
+        with contextlib.suppress(EOFError):
+            follow(runner, connection.recv_bytes, loras)
     except ConfigError as error:
         return str(error)
     except Exception as error:
@@ -88,10 +88,10 @@ def main() -> None:
     protect_texts()
     log_to_stderr(logging.INFO, f"%(asctime)s %(levelname)s rank {start.rank}: %(message)s")
     faulthandler.enable()
-    with socket.socket(fileno=start.socket) as connection:
+    with Connection(start.steps) as connection:
         reason = run(start, connection)
         with contextlib.suppress(OSError):
-            connection.sendall(reason.encode())
+            connection.send_bytes(reason.encode())
     os._exit(bool(reason))  # without the interpreter's clean-up, which can hang on a failed device
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from support.scheduler.scheduling import make_request
 from tidewheel.errors import Busy
 from tidewheel.request import Request
+from tidewheel.scheduler import tenancy
 from tidewheel.scheduler.tenancy import TenantTable, TokenBucket
 from tidewheel.tenants import TenantLimits
 
@@ -230,8 +233,9 @@ def test_check_remembers_nothing() -> None:
     assert len(tenants._unnamed) == 0
 
 
+@mock.patch.object(tenancy, "MAX_BUCKETS", 100)
 def test_memory_is_bounded_and_shrinks_when_the_crowd_has_passed() -> None:
-    tenants = TenantTable({"*": TenantLimits(requests_per_s=1.0, each=True)}, max_buckets=100)
+    tenants = TenantTable({"*": TenantLimits(requests_per_s=1.0, each=True)})
     for number in range(1000):
         visit(tenants, f"visitor-{number}", 0.0)
         assert len(tenants._unnamed) <= 100
@@ -251,9 +255,10 @@ def test_an_unknown_tenant_in_debt_is_remembered_while_there_is_room() -> None:
 
 @given(names=st.lists(st.sampled_from(["acme", "", "*", *(f"v{number}" for number in range(30))]), max_size=60))
 @EXAMPLES
+@mock.patch.object(tenancy, "MAX_BUCKETS", 4)
 def test_no_crowd_of_names_makes_a_configured_tenant_forgotten(names: list[str]) -> None:
     limits = {"acme": TenantLimits(tokens_per_s=1.0), "*": TenantLimits(tokens_per_s=1.0, each=True)}
-    tenants = TenantTable(limits, max_buckets=4)
+    tenants = TenantTable(limits)
     visit(tenants, "acme", 0.0, 1000)
     for name in names:
         visit(tenants, name, 0.0)
@@ -268,8 +273,9 @@ def test_tenants_without_rates_leave_nothing_behind() -> None:
     assert len(tenants._unnamed) == 0
 
 
+@mock.patch.object(tenancy, "MAX_BUCKETS", 1)
 def test_giving_back_to_a_forgotten_tenant_leaves_it_full() -> None:
-    tenants = TenantTable({"*": TenantLimits(tokens_per_s=10.0, each=True)}, max_buckets=1)
+    tenants = TenantTable({"*": TenantLimits(tokens_per_s=10.0, each=True)})
     request = asked("one")
     tenants.reserve([request], 10, 0.0)
     visit(tenants, "two", 0.0)

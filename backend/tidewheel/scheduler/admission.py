@@ -43,7 +43,6 @@ class AdmissionControl:
         self._state = state
         self._estimate = estimate
         state.observe_end = self._observe_end
-        state.latest_start = self._latest_start
         self._last_start: float | None = None
         self._start_interval: float | None = None
         self._tenants = TenantTable(state.config.tenants)
@@ -57,7 +56,8 @@ class AdmissionControl:
         self._tenants.reconfigure(config.tenants)
         self._lora_limits.reconfigure(config.lora_limits)
         self._label_tenants()
-        if config.differs(before, "breaker_error_rate", "breaker_queue_time_s"):
+        limits = config.breaker_error_rate, config.breaker_queue_time_s
+        if limits != (before.breaker_error_rate, before.breaker_queue_time_s):
             self._make_breaker()
 
     def _label_tenants(self) -> None:
@@ -209,11 +209,23 @@ class AdmissionControl:
         due = request.arrival_time + request.objective.ttft_s
         return due - self._estimate.prefill_seconds(num_tokens, now)
 
-    def late_start(self, request: Request, now: float) -> DeadlineExceeded:
-        """Return the error of a request whose prompt, started now, ends after the objective of its first token."""
-        assert request.objective is not None
-        late_s = max(now - request.latest_start, 0.0)
-        return DeadlineExceeded(self._late_text(request, request.objective.ttft_s + late_s))
+    def refuse_late(self, now: float) -> list[Request]:
+        """End and return waiting requests whose first token would be late, or lower their class, as each asks."""
+        state, refused = self._state, []
+        for _, _, request in state.latest_starts.pop_due(now):
+            assert request.objective is not None
+            latest_start = self._latest_start(request, now)  # more may be cached than at arrival
+            if latest_start > now:
+                state.latest_starts.push(latest_start, request, len(state.requests))
+            elif request.objective.refuses:
+                late_s = max(now - request.latest_start, 0.0)
+                request.error = DeadlineExceeded(self._late_text(request, request.objective.ttft_s + late_s))
+                state.end(request, FinishReason.ERROR, now)
+                state.stats.num_hopeless += 1
+                refused.append(request)
+            else:
+                state.demote(request, now)
+        return refused
 
     @staticmethod
     def _late_text(request: Request, expected: float) -> str:
@@ -342,19 +354,15 @@ class AdmissionControl:
         """Raise `DeadlineExceeded` if the first token is expected after the deadline."""
         if request.deadline is None:
             return
-        state, estimate = self._state, self._estimate
-        left = request.deadline - now
+        state, left = self._state, request.deadline - now
         if left <= 0.0:
             raise DeadlineExceeded(
                 f"the deadline passed {_ms(-left)} ms before the request arrived: give it more time (deadline_ms)"
             )
         if not state.requests:
             return
-        queue_seconds = self._queue_seconds(service_class, now)
-        if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
-            return
         num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
-        expected = queue_seconds + estimate.prefill_seconds(num_tokens, now)
+        expected = self._queue_seconds(service_class, now) + self._estimate.prefill_seconds(num_tokens, now)
         if expected > left:
             num_ahead = state.waiting.num_tokens_ahead(service_class)
             raise DeadlineExceeded(

@@ -28,6 +28,3 @@ class SchedulerConfig(SchedulingSettings):
     def num_rows(self) -> int:
         """Limit of running sequences; each needs a token of the token budget of its steps."""
         return min(self.max_num_seqs, self.max_num_batched_tokens * max(self.max_inflight_steps - 1, 1))
-
-    def differs(self, other: SchedulerConfig, *names: str) -> bool:
-        return any(getattr(self, name) != getattr(other, name) for name in names)

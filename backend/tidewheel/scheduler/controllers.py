@@ -8,7 +8,6 @@ import numpy as np
 
 from tidewheel.batch import SPARE_LOGITS, RowArray, ScheduledBatch
 from tidewheel.request import Priority
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
 from tidewheel.scheduler.pressure import PressureController
 from tidewheel.scheduler.state import SchedulerState
@@ -36,15 +35,6 @@ _BUSY_SECONDS = 1.0
 _LEAST_CHUNK = 4  # prompt tokens of a step that is paced by a time per output token
 _LEAST_PACE = 0.5  # of that time, for a request that is late
 _PACE_CAUTION = 0.5  # standard deviations of a paced step, whose errors even out over its tokens
-
-_STRATEGY_SETTINGS = (
-    "scheduling_strategy", "batch_size", "batch_timeout_ms", "batch_target_latency_ms", "hybrid_threshold",
-    "hybrid_backlog",
-)  # fmt: skip
-_CONTROLLER_SETTINGS = (
-    "max_num_batched_tokens", "max_num_seqs", "target_tpot_ms", "enable_seqs_governor", "governor_target_latency_ms",
-    "pressure_memory", "pressure_latency_ms",
-)  # fmt: skip
 
 
 class AppliedStep(NamedTuple):
@@ -131,25 +121,15 @@ class StepControl:
         self._keep_free = int(state.config.watermark * state.kv.num_blocks)
         self.estimate = ServiceEstimate(state.step_time, state.config.max_num_batched_tokens)
         self._paced_time = StepTime()  # by all tokens of a step, while rows have a time per output token
-        self._make_strategy()
-        self._make_controllers()
         self._last_applied: float | None = None
         self._busy = 0.0
+        self.reconfigure()
 
-    def reconfigure(self, before: SchedulerConfig) -> None:
+    def reconfigure(self) -> None:
+        """Take the settings of the state. The strategy and the controllers begin anew."""
         config = self._state.config
         self.estimate.step_tokens = config.max_num_batched_tokens
-        if config.differs(before, *_STRATEGY_SETTINGS):
-            self._make_strategy()
-        if config.differs(before, *_CONTROLLER_SETTINGS):
-            self._make_controllers()
-
-    def _make_strategy(self) -> None:
-        config = self._state.config
         self.strategy = STRATEGIES[config.scheduling_strategy](config)
-
-    def _make_controllers(self) -> None:
-        config = self._state.config
         self.token_budget = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._tpot: TpotController | None = None

@@ -46,7 +46,7 @@ class Scheduler:
         require(config.num_rows <= self._state.columns.num_rows, f"{config.num_rows} rows are more than there are")
         before = self._state.config
         self._state.reconfigure(config)
-        self._control.reconfigure(before)
+        self._control.reconfigure()
         self.admission.reconfigure(before)
         self._state.kv.sessions.reconfigure(session_limits)
 
@@ -90,7 +90,8 @@ class Scheduler:
     def expire(self, now: float) -> list[Request]:
         """End expired sessions. Return requests past their deadline and those whose adapter cannot be read.
 
-        Requests that never started get an error, and all of an adapter its error.
+        Requests that never started get an error, and all of an adapter its error. Lower the class of requests that
+        would miss their objective, or end them, as each asks.
         """
         self._now = now
         self._state.kv.sessions.expire(now)
@@ -111,17 +112,7 @@ class Scheduler:
             request.error = request.lora.error
             state.end(request, FinishReason.ERROR, now)
             expired.append(request)
-        return expired + self._refuse_late(now) if state.refusals else expired
-
-    def _refuse_late(self, now: float) -> list[Request]:
-        """End and return waiting requests that ask for a refusal where their first token would be late."""
-        state, refused = self._state, []
-        for request in state.pop_late(state.refusals, now):
-            request.error = self.admission.late_start(request, now)
-            state.end(request, FinishReason.ERROR, now)
-            state.stats.num_hopeless += 1
-            refused.append(request)
-        return refused
+        return expired + self.admission.refuse_late(now)
 
     def close_session(self, tenant: str, session_id: str) -> None:
         self._state.kv.sessions.close(tenant, session_id)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tidewheel.batch import RowArray
@@ -68,11 +68,9 @@ class SchedulerState:
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.deadlines = EventHeap[Request](_is_unfinished)
         self._soft_deadlines = EventHeap[Request](_is_unfinished)
-        self.refusals = EventHeap[Request](_awaits_objective)  # at latest starts
-        self._demotions = EventHeap[Request](_awaits_objective)
+        self.latest_starts = EventHeap[Request](_awaits_objective)  # that meet the objective of the first token
         self.virtual_counters: VirtualCounters | None = None
         self.observe_end: Callable[[Request, float], None] = lambda _, __: None  # set by admission
-        self.latest_start: Callable[[Request, float], float] = lambda request, _: request.latest_start  # by admission
         self.blocked: BlockedRequest | None = None
         self.in_flight: deque[InFlightStep] = deque()
         self.leaders: dict[str, Request] = {}  # running, with followers
@@ -127,8 +125,7 @@ class SchedulerState:
             if request.soft_deadline is not None:
                 self._soft_deadlines.push(request.soft_deadline, request, len(self.requests))
             if request.objective is not None and request.latest_start < math.inf:
-                starts = self.refusals if request.objective.refuses else self._demotions
-                starts.push(request.latest_start, request, len(self.requests))
+                self.latest_starts.push(request.latest_start, request, len(self.requests))
         if self.policy.by_cache:
             leader.num_cached_tokens = self.kv.prefixes.estimate(leader)
         self._queue(leader, leader.arrival_time)
@@ -176,19 +173,8 @@ class SchedulerState:
             if request.service_class < Priority.LOW and not follows:
                 self.reclassify(request, request.service_class.dropped(), since=now)
                 self.stats.num_downgraded_deadline += 1
-        for request in self.pop_late(self._demotions, now):
-            self._demote(request, now)
 
-    def pop_late(self, latest_starts: EventHeap[Request], now: float) -> Iterator[Request]:
-        """Yield waiting requests that miss their objective if they start now; more may be cached than at arrival."""
-        for _, _, request in latest_starts.pop_due(now):
-            latest_start = self.latest_start(request, now)
-            if latest_start > now:
-                latest_starts.push(latest_start, request, len(self.requests))
-            else:
-                yield request
-
-    def _demote(self, request: Request, now: float) -> None:
+    def demote(self, request: Request, now: float) -> None:
         """Lower the class of a request that waits and would miss its objective, which counts no more."""
         request.is_demoted, request.latest_start = True, math.inf
         if request.leader is None or request not in request.leader.followers:

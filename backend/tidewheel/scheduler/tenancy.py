@@ -55,10 +55,7 @@ class TenantTable:
     and beyond `MAX_BUCKETS` the least recently used.
     """
 
-    def __init__(
-        self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS, *, by_lora: bool = False
-    ) -> None:
-        self._max_buckets = max_buckets
+    def __init__(self, tenants: Mapping[str, TenantLimits], *, by_lora: bool = False) -> None:
         self._by_lora = by_lora
         self._tenants = tenants
         self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
@@ -124,7 +121,7 @@ class TenantTable:
     def _forget(self, now: float) -> None:
         for account, buckets in list(islice(self._unnamed.items(), 2)):
             is_full = all(bucket.level(now) >= bucket.burst for bucket in buckets.values())
-            if len(self._unnamed) < self._max_buckets and not is_full:
+            if len(self._unnamed) < MAX_BUCKETS and not is_full:
                 return
             del self._unnamed[account]
 

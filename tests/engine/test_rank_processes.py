@@ -214,21 +214,29 @@ def test_a_message_that_a_stopped_rank_does_not_take(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "raised"),
-    [("wait_joining", KeyboardInterrupt(), KeyboardInterrupt), ("__init__", OSError("no memory"), ConfigError)],
+    ("owner", "name", "error", "raised"),
+    [
+        (rank_group.RankGroup, "failure", KeyboardInterrupt(), KeyboardInterrupt),
+        (rank_group.RankProcess, "__init__", OSError("no memory"), ConfigError),
+    ],
 )
 def test_a_start_that_fails_leaves_no_process(
-    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, raised: type[BaseException]
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type[object],
+    name: str,
+    error: BaseException,
+    raised: type[BaseException],
 ) -> None:
     monkeypatch.setattr(device, "num_cores", lambda: 4)
-    original = getattr(rank_group.RankProcess, name)
+    original = getattr(owner, name)
 
-    def failing(process: rank_group.RankProcess, rank: int = 2, *others: object, **options: bool) -> None:
+    def failing(process: object, rank: int = 2, *others: object, **options: bool) -> None:
         if rank == 2:
             raise error
         original(process, rank, *others, **options)
 
-    monkeypatch.setattr(rank_group.RankProcess, name, failing)
+    monkeypatch.setattr(owner, name, failing)
     with pytest.raises(raised):
         load_group(config_of(model, tensor_parallel_size=4), None)
     assert not psutil.Process().children()

@@ -65,7 +65,7 @@ class RankProcess:
     ) -> None:
         """Start the process, and set `ended` at its end. Raise OSError."""
         self.rank, self.failure, self._ended = rank, "", ended
-        self._joining = threading.Event()
+        self.joining = threading.Event()  # the process is about to join the group, or has ended
         (self._steps, steps), (self.loras, loras) = Pipe(), Pipe()
         limit = struct.pack("ll", *divmod(int(1e6 * hang_limit_s(config)), 10**6))  # a C timeval
         with socket.socket(fileno=os.dup(self._steps.fileno())) as end:
@@ -76,11 +76,7 @@ class RankProcess:
         threading.Thread(
             target=self._run, args=(command, memory, steps, loras, started), name=f"rank-{rank}", daemon=True
         ).start()
-        self._child = started.result()  # raises what starting raised
-
-    def wait_joining(self) -> None:
-        """Wait until the process is about to join the group, or ends."""
-        self._joining.wait()
+        self.child = started.result()  # raises what starting raised
 
     def _run(
         self, command: Sequence[str], memory: int, steps: Connection, loras: Connection, started: Future[Child]
@@ -97,26 +93,16 @@ class RankProcess:
             started.set_result(child)
             with contextlib.suppress(OSError, EOFError):
                 self._steps.recv_bytes()  # empty
-                self._joining.set()
+                self.joining.set()
                 reason = self._steps.recv_bytes().decode()
         child.ends_within(END_S)
         self.failure = reason or f"rank {self.rank} ended with {child.exit}, and the log may say why"
         self._ended.set()
-        self._joining.set()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+        self.joining.set()
 
     def send(self, message: bytes) -> None:
         """Raise OSError if the process has ended, or takes nothing for as long as an operation may wait."""
         self._steps.send_bytes(message)
-
-    def kill(self) -> None:
-        self._child.send_signal(signal.SIGKILL)
-
-    def wait(self) -> None:
-        self._child.wait()
 
 
 class RankGroup:
@@ -142,7 +128,7 @@ class RankGroup:
             except OSError as error:
                 raise ConfigError(f"the process of rank {rank} cannot be started: {error}") from error
         for process in self._processes:
-            process.wait_joining()
+            process.joining.wait()
         if reason := self.failure():
             raise ConfigError(reason)
 
@@ -165,19 +151,19 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [process.child.pid for process in self._processes]
 
     def kill(self) -> None:
         """Send the signal that ends the processes, without waiting for their ends."""
         for process in self._processes:
-            process.kill()
+            process.child.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
         """End the processes."""
         self._closing.set()
         self.kill()
         for process in self._processes:
-            process.wait()
+            process.child.wait()
 
 
 class LeaderRunner(ModelRunner):

@@ -7,6 +7,7 @@ import socketserver
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Literal, NamedTuple
 
 from tidewheel.metrics import SERVER_LIVE, SERVER_READY
@@ -17,7 +18,6 @@ READ_TIMEOUT_S = 2.0
 
 State = Literal["starting", "ready", "stopped", "hung", "reloading", "given up", "draining"]
 _JSON, _TEXT = "application/json", "text/plain; version=0.0.4"
-_PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
 
 class Readiness(NamedTuple):
@@ -98,7 +98,7 @@ class _Handler(socketserver.StreamRequestHandler):
         kind, text = (_TEXT, answer) if isinstance(answer, str) else (_JSON, json.dumps(answer))
         body = text.encode()
         self.wfile.write(
-            f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: {kind}\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
             + (b"" if head.startswith(b"HEAD ") else body)
         )
@@ -131,9 +131,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def _metrics(readiness: Readiness) -> str:
-    from prometheus_client import CollectorRegistry, Gauge, generate_latest  # not on a machine that only runs `LLM`
-
-    registry = CollectorRegistry()
-    for metric, value in ((SERVER_READY, readiness.is_ready), (SERVER_LIVE, readiness.is_live)):
-        Gauge(metric.name, metric.help, registry=registry).set(value)
-    return generate_latest(registry).decode()
+    return "".join(
+        f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{metric.name} {float(value)}\n"
+        for metric, value in ((SERVER_READY, readiness.is_ready), (SERVER_LIVE, readiness.is_live))
+    )

@@ -14,8 +14,6 @@ DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 # Upper bounds of tokens per step, as in Triton's vLLM backend.
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-FEW = 8  # values that Python counts faster than numpy
-
 
 class Histogram(msgspec.Struct):
     """Number and sum of values by bucket. The last bucket has no upper bound."""
@@ -34,10 +32,6 @@ class Histogram(msgspec.Struct):
         self.sums[bucket] += value * count
 
     def observe_all(self, values: Float64Array) -> None:
-        if len(values) <= FEW:
-            for value in values.tolist():
-                self.observe(value)
-            return
         buckets = np.searchsorted(_edges(self.bounds), values)
         counts, sums = np.bincount(buckets), np.bincount(buckets, values)
         for bucket in counts.nonzero()[0].tolist():

@@ -129,7 +129,8 @@ class KVCacheManager:
         self._pool.touch(hit.block_ids)
         if not slots and not sources:
             return self._take(num_new)
-        self.transfers.pin(slots, sources)
+        self._host.touch(slots)
+        self._pool.touch(sources)
         own, first = self._take(num_new - takes_over), len(hit.host_keys)
         if takes_over:
             own.insert(first, sources.pop())
@@ -235,7 +236,6 @@ class KVCacheManager:
         """Check block tables, pool and host tier against each other. Raise `InternalError`."""
         self._pool.check_invariants()
         self._host.check_invariants()
-        self.transfers.check_invariants()
         self.sessions.check_invariants()
         require(self._tables.keys() == self._num_sealed.keys(), "tables and commits name different rows")
         require(self._tables.keys() >= set(self.prefixes.computing.values()), "rows that left are computing blocks")

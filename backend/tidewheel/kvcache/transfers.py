@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import NO_TRANSFERS, TransferArrays
-from tidewheel.errors import require
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.stats import EngineStats
 
@@ -63,10 +62,6 @@ class TransferQueue:
         self._fetched.in_slots.extend(slots)
         self._fetched.blocks.extend(block_ids)
 
-    def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
-        self._host.touch(slots)
-        self._pool.touch(copy_sources)
-
     def cancel(self, row: int) -> None:
         arrival = self.arrivals.pop(row, None)
         if arrival is not None:
@@ -116,11 +111,6 @@ class TransferQueue:
         for block_id in blocks:
             self._pool.drop(self._pool.hash_of(block_id))
         self._pool.free(blocks)
-
-    def check_invariants(self) -> None:
-        require(len(self._out_blocks) == len(self._out_slots), "blocks to write out have no slots")
-        for row, arrival in self.arrivals.items():
-            require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")
 
     def held_sources(self) -> list[int]:
         queued = [block_id for arrival in self.arrivals.values() for block_id in arrival.copy_sources]

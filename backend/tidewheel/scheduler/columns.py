@@ -216,11 +216,6 @@ class RowColumns:
         """Return how many computed tokens may be cached: all, unless several weights computed the row."""
         return int(min(self.num_computed_tokens[row], self.num_pure_tokens[row]))
 
-    def decoding_paced(self) -> RowArray:
-        """Return the rows with a time per output token that have their first token."""
-        rows: RowArray = ((self.tpots < np.inf) & (self.first_token_times < np.inf)).nonzero()[0]
-        return rows
-
     def next_due(self, rows: RowArray) -> Float64Array:
         """Return when the rows' next tokens are due; without a time per token, `PATIENCE` times the least counts.
 

@@ -207,7 +207,7 @@ class StepControl:
         A late row takes less than its time, but not where no step is so short. No prompt is cut for lower classes.
         """
         columns = self._state.columns
-        rows = columns.decoding_paced()
+        rows = ((columns.tpots < np.inf) & (columns.first_token_times < np.inf)).nonzero()[0]
         if len(rows):
             rows = rows[columns.classes[rows] <= self._best_prompt_class()]
         if not len(rows):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.control import ClusterStatus
 from tidewheel.cluster.local_ray import ClusterFolder
 from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
-from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH, write_value
+from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
 from tidewheel.server.workdir import work_dir
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
@@ -96,22 +95,6 @@ def test_a_cluster_that_ended_says_why_until_down(run_dir: Path, capsys: pytest.
         assert line.startswith("no cluster of yours is up: Ray's raylet died (-9 (signal 9))")
     assert main(("cluster", "down")) == 0
     assert list(run_dir.iterdir()) == []
-
-
-def test_a_start_that_was_killed_is_in_the_way_of_no_other(run_dir: Path) -> None:
-    """Its Ray may run for ever, with the lock and without an application."""
-    run_dir.mkdir(mode=0o700)
-    folder = ClusterFolder.here()
-    with folder.made() as lock, os.fdopen(os.dup(lock.fileno()), "rb"):
-        assert not folder.is_abandoned, "its command lives"
-        (folder.root / "starting").unlink()
-        assert folder.is_abandoned
-        folder.check_free()
-        write_value(folder.settings_file, ClusterSettings(model="a/b", port=1234))
-        assert folder.settings.port == 1234
-        assert not folder.is_abandoned
-        with pytest.raises(ClusterError, match="a cluster of yours is up"):
-            folder.check_free()
 
 
 def test_ray_is_asked_to_be_closed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, read_va
 from tidewheel.server import workdir
 from tidewheel.server.workdir import CLUSTER
 from tidewheel_process.child import Child, StartError, last_line, wait_until
-from tidewheel_process.locked_folder import LOCK, LOOK_S, is_left_over, is_locked, try_lock
+from tidewheel_process.locked_folder import LOCK, LOOK_S, is_left_over, try_lock
 from tidewheel_process.process_tree import arguments, signal_all, started_with
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; tokens and weights bypass it
@@ -70,7 +70,6 @@ class ClusterFolder:
         self.token = root / "token"
         self.log = root / "log"
         self.settings_file = root / "settings"
-        self._starting = root / "starting"
 
     @classmethod
     def here(cls) -> ClusterFolder:
@@ -86,11 +85,6 @@ class ClusterFolder:
     @property
     def is_up(self) -> bool:
         return self.root.exists() and not is_left_over(self.root)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Return whether Ray runs without an application, because `up` was killed."""
-        return self.is_up and not self.settings_file.exists() and not is_locked(self._starting)
 
     @property
     def settings(self) -> ClusterSettings:
@@ -115,7 +109,7 @@ class ClusterFolder:
 
     def check_free(self) -> None:
         """Raise `ClusterError` if a cluster is up or starting."""
-        if self.is_up and not self.is_abandoned:
+        if self.is_up:
             raise ClusterError(
                 f"a cluster of yours is up in {self.root}: end it with tidewheel cluster down, or set {RUN_DIR}"
             )
@@ -131,7 +125,7 @@ class ClusterFolder:
         except FileExistsError:
             self.check_free()
             raise
-        with _locked(self._starting), _locked(self.root / LOCK) as lock, contextlib.ExitStack() as failed:
+        with _locked(self.root / LOCK) as lock, contextlib.ExitStack() as failed:
             failed.callback(self.remove)
             self.run.mkdir(mode=0o700)
             self.token.touch(mode=0o600)

@@ -5,7 +5,7 @@ Ray copies this module with its globals, so state shared with the gateway lives 
 
 from __future__ import annotations
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
 class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -22,13 +22,6 @@ class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
                 if one.replica_metadata
             }
         )
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Drop the replica before Ray's controller reports its death."""
-        from tidewheel.cluster.replica_upstreams import FEED
-
-        super().on_replica_actor_died(replica_id)
-        FEED.drop(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -32,9 +32,6 @@ class ReplicaFeed:
         self.replicas = replicas
         self.on_change()
 
-    def drop(self, replica_id: str) -> None:
-        self.publish({key: one for key, one in self.replicas.items() if key != replica_id})
-
 
 FEED = ReplicaFeed()  # of this process, shared with the router that Ray makes
 

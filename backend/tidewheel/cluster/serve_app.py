@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import ray
@@ -10,14 +9,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import GATEWAY, REPLICA, ClusterSettings, read_settings
 from tidewheel.cluster.replica import Replica
-from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 
 HEAD = "node:__internal_head__"  # the head node, where clients find the gateway
 LOOK_S = 1.0
 END_S = 20.0  # for a server to end
-_REBIND_S = 10.0  # until a dead gateway's port is free
-_PAUSE_S = 0.2
 _STARTS = 3  # failures before Ray gives up
 _VERSION = "1"  # constant, so that `scale` keeps running replicas
 
@@ -39,16 +35,7 @@ class GatewayActor:
         # `options` starts Ray's router, so that replicas are known before the first request.
         upstreams = ReplicaUpstreams(handle.options(), self._feed, settings)
         gateway = Gateway(upstreams, ApiKeys(settings.api_keys), settings)
-        loop = asyncio.get_running_loop()
-        limit = loop.time() + _REBIND_S
-        while True:
-            try:
-                self._listener = await HttpListener.open(gateway.application(), settings)
-                return
-            except ServeError:
-                if loop.time() > limit:
-                    raise
-                await asyncio.sleep(_PAUSE_S)
+        self._listener = await HttpListener.open(gateway.application(), settings)
 
     async def check_health(self) -> None:
         if not self._listener.addresses:

@@ -4,17 +4,17 @@ import argparse
 import re
 from collections import Counter
 
-from tidewheel.cli.usage import UsageError, fields_of, seconds, whole_number
+from tidewheel.cli.usage import UsageError, fields_of, within
 from tidewheel.gateway import ADDRESS_FORM, MAX_BODY_MB
 
 DEFAULT_UPSTREAM = "127.0.0.1:8001,metrics=8002,health=8003,http=8000"
 WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
-workers = whole_number("number of processes", 1, 64)
-port = whole_number("port", 0, 65535)
+workers = within(int, "number of processes", 1, 64)
+port = within(int, "port", 0, 65535)
 _ORIGIN = re.compile(
     r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
 )
-drain_s = seconds("time in seconds", 0, 86_400)
+drain_s = within(float, "time in seconds", 0, 86_400)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
     text = "let web pages of this origin ask, as https://app.example (repeatable); '*' lets all pages (default: none)"
     group.add_argument("--cors-origin", type=_origin, action="append", metavar="ORIGIN", help=text)
     text = f"largest body of a request (default: {MAX_BODY_MB})"
-    group.add_argument("--max-body-mb", type=whole_number("number of megabytes", 1, 1024), metavar="MB", help=text)
+    group.add_argument("--max-body-mb", type=within(int, "number of megabytes", 1, 1024), metavar="MB", help=text)
 
 
 def _origin(text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, drain_s, port, workers
-from tidewheel.cli.usage import UsageError, fields_of, printable, whole_number
+from tidewheel.cli.usage import UsageError, fields_of, printable, within
 
 if TYPE_CHECKING:
     from tidewheel.server.run_server import ServeOptions
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model-control", choices=("none", "explicit", "poll"), help=text)
     text = "whole seconds between two looks at the repository, with --model-control poll (default: Triton's, 15)"
-    add("--repository-poll-s", type=whole_number("time in whole seconds", 1, 86_400), metavar="S", help=text)
+    add("--repository-poll-s", type=within(int, "time in whole seconds", 1, 86_400), metavar="S", help=text)
     add("--model-name", default="", metavar="NAME", help="serve --model as NAME (default: its own)")
     text = "an engine setting for --model, say dtype=float32 or max_num_seqs=64 (repeatable)"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)

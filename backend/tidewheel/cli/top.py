@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import DEFAULT_URL, UsageError, seconds
+from tidewheel.cli.usage import DEFAULT_URL, UsageError, within
 
 if TYPE_CHECKING:
     from tidewheel.top.watch import ServerWatch
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--model", default="", metavar="NAME", help="figures of one model (default: sums over all)")
     how = parser.add_argument_group("how")
     text = "time between two looks (default: %(default)g)"
-    interval = seconds("time between looks", 0.2, 60, " seconds")
+    interval = within(float, "time between looks", 0.2, 60, " seconds")
     how.add_argument("--interval-s", type=interval, default=1.0, metavar="S", help=text)
     once = how.add_mutually_exclusive_group()
     once.add_argument("--once", action="store_true", help="look twice, print as text and end; needs no terminal")

@@ -10,7 +10,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from tidewheel_client import Client, Stream
@@ -34,6 +34,7 @@ INTERRUPTED = 130  # exit code
 _LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 _MOST_TOKENS = 2**31 - 1  # cut by the server to what fits the context
 _KEPT_CONTROLS = "\n\t"
+NumberT = TypeVar("NumberT", int, float)
 
 
 class UsageError(Exception):
@@ -76,19 +77,12 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="warnings count as errors")
 
 
-def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}: {least} to {most}")
-        return int(text)
+def within(kind: type[NumberT], what: str, least: NumberT, most: NumberT, unit: str = "") -> Callable[[str], NumberT]:
+    """Return a parser of numbers from `least` to `most`, for argparse."""
 
-    return parse
-
-
-def seconds(what: str, least: float, most: float, unit: str = "") -> Callable[[str], float]:
-    def parse(text: str) -> float:
+    def parse(text: str) -> NumberT:
         with contextlib.suppress(ValueError):
-            if least <= (value := float(text)) <= most:
+            if least <= (value := kind(text)) <= most:
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is no {what}: {least:g} to {most:g}{unit}")
 

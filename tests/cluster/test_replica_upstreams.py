@@ -51,7 +51,7 @@ class Fleet:
         self.upstreams = ReplicaUpstreams(self.ray, self.feed, SETTINGS)
 
     def set(self, **tritons: FakeTriton) -> None:
-        self.feed.publish({name: KnownReplica(Address(f"127.0.0.1:{one.port}"), {}) for name, one in tritons.items()})
+        self.feed.publish([KnownReplica(Address(f"127.0.0.1:{one.port}"), {}) for one in tritons.values()])
 
     @property
     def num_ready(self) -> int:

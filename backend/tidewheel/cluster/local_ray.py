@@ -125,7 +125,9 @@ class ClusterFolder:
         except FileExistsError:
             self.check_free()
             raise
-        with _locked(self.root / LOCK) as lock, contextlib.ExitStack() as failed:
+        if (lock := try_lock(self.root / LOCK, LOOK_S)) is None:
+            raise ClusterError(f"{self.root / LOCK} is locked by another process")
+        with lock, contextlib.ExitStack() as failed:
             failed.callback(self.remove)
             self.run.mkdir(mode=0o700)
             self.token.touch(mode=0o600)
@@ -145,12 +147,6 @@ class ClusterFolder:
         """Return environment variables for Ray, without those of another Ray."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
-
-
-def _locked(path: Path) -> IO[bytes]:
-    if (lock := try_lock(path, LOOK_S)) is None:
-        raise ClusterError(f"{path} is locked by another process")
-    return lock
 
 
 def start(folder: ClusterFolder, lock: IO[bytes], num_cpus: int) -> Child:

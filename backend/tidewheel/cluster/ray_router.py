@@ -15,13 +15,8 @@ class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         from tidewheel.gateway.gateway_options import Address
 
         super().update_replicas(replicas)
-        FEED.publish(
-            {
-                one.replica_id.unique_id: KnownReplica(Address(**one.replica_metadata), one.routing_stats or {})
-                for one in replicas
-                if one.replica_metadata
-            }
-        )
+        known = (one for one in replicas if one.replica_metadata)
+        FEED.publish([KnownReplica(Address(**one.replica_metadata), one.routing_stats or {}) for one in known])
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

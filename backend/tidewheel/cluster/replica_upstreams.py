@@ -25,10 +25,10 @@ class ReplicaFeed:
     """Current replicas, published by Ray's router from its own thread."""
 
     def __init__(self) -> None:
-        self.replicas: Mapping[str, KnownReplica] = {}  # by replica id; replaced as a whole
+        self.replicas: Sequence[KnownReplica] = ()  # replaced as a whole
         self.on_change: Callable[[], object] = lambda: None
 
-    def publish(self, replicas: Mapping[str, KnownReplica]) -> None:
+    def publish(self, replicas: Sequence[KnownReplica]) -> None:
         self.replicas = replicas
         self.on_change()
 
@@ -72,7 +72,7 @@ class ReplicaUpstreams(Upstreams):
 
     def _read_feed(self) -> None:
         self._known_models = self.models
-        self._set_members("replica", (one.address for one in self._feed.replicas.values()))
+        self._set_members("replica", (one.address for one in self._feed.replicas))
 
     async def _wait(self, attempt: Attempt) -> None:
         """Wait for a replica. If none exists, a call waits in Ray's queue, where the scaling policy sees it."""

@@ -43,7 +43,7 @@ class GatewayActor:
 
     async def figures(self) -> dict[str, dict[str, float]]:
         """Return the last metrics of each replica, by gRPC address."""
-        return {one.address.grpc: dict(one.figures) for one in self._feed.replicas.values()}
+        return {one.address.grpc: dict(one.figures) for one in self._feed.replicas}
 
     async def __del__(self) -> None:
         if hasattr(self, "_listener"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.faults.slowed import pace_of, slowed_by
 from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
 
 CLEAR = 1e-3  # rounding in float32 moves a logit of the demo model by about 1e-5
@@ -45,14 +46,15 @@ def server(shared: list[Server], tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="session")
 def _second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("second") / "serve.log"
-    running = start_server("--model-repository", str(REPOSITORY), "--models", "demo", log=log)
+    arguments = ("--model-repository", str(REPOSITORY), "--models", "demo", "--allow-faults")
+    running = start_server(*arguments, log=log, variables=slowed_by(0.0, pace_of(log)))
     yield running
     stop_server(running)
 
 
 @pytest.fixture
 def other(_second_server: Server) -> Server:
-    """Return a second server of the demo model. A test may kill its processes, which come back."""
+    """Return a second server of the demo model. A test may kill its processes, which come back, or slow it down."""
     return wait_ready(_second_server)
 
 

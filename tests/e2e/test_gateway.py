@@ -284,7 +284,7 @@ def test_a_hang_up_frees_the_request(server: Server, client: openai.OpenAI) -> N
         return server.metric("vllm:request_success_total", finished_reason="cancelled")
 
     before = num_cancelled()
-    stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **LONG)
+    stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, n=16, **LONG)
     next(iter(stream))
     stream.close()
     wait_for(lambda: num_cancelled() > before, 60, "end of the stream")

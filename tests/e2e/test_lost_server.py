@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import requests
 
+from support.faults.slowed import pace_of, slow_down
 from support.triton.serving import Server, free_ports, wait_for
 from tidewheel.metrics import UPSTREAM_READY
 from tidewheel_client import Figures
@@ -57,8 +58,10 @@ def last_line(answer: requests.Response) -> str:
 
 def test_streams_of_a_killed_server_end_with_an_error(server: Server, other: Server) -> None:
     with gateway_process(server, other) as url, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        slow_down(pace_of(other.log), 0.1)  # its streams cannot end before it does
         streams = [complete(url, n, max_tokens=800, stream=True, ignore_eos=True) for n in range(NUM_STREAMS)]
         other.triton_process().kill()
+        slow_down(pace_of(other.log), 0.0)
         ends = list(pool.map(last_line, streams))
         lost = [end for end in ends if "TW-ENGINE-DEAD" in end]
         assert 0 < len(lost) < NUM_STREAMS, ends

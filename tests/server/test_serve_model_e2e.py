@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tritonclient.utils import InferenceServerException
 
 import tidewheel_client as tc
 from support.faults.nothing_lost import shared_memory, shm_prefix
+from support.faults.slowed import pace_of, slow_down, slowed_by
 from support.triton.serving import (
     REPOSITORY,
     WEIGHTS,
@@ -47,6 +48,7 @@ STOP_LIMIT_S = 120.0
 RESTART_LIMIT_S = 120.0
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 LONGER = 900
+SLOW_STEP_S = 0.1  # a long request takes 100 s of them, and an engine answers between two
 LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -68,7 +70,7 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-def serve(folder: Path, *arguments: str) -> Server:
+def serve(folder: Path, *arguments: str, variables: Mapping[str, str] | None = None) -> Server:
     settings = (
         "--set",
         "max_num_seqs=4",
@@ -80,9 +82,14 @@ def serve(folder: Path, *arguments: str) -> Server:
         "dtype=float32",
     )
     command = ("--model", str(WEIGHTS), "--model-name", "mine", *settings, *arguments)
-    server = wait_ready(start_server(*command, log=folder / "log"))
+    server = wait_ready(start_server(*command, log=folder / "log", variables=variables))
     wait_for(lambda: "Ctrl-C ends the server" in server.log.read_text(), 60, "the report")
     return server
+
+
+def serve_paced(folder: Path, *arguments: str) -> Server:
+    """Serve as usual until `slow_down(pace_of(server.log), SLOW_STEP_S)`, which keeps long requests from ending."""
+    return serve(folder, "--allow-faults", *arguments, variables=slowed_by(0.0, pace_of(folder / "log")))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def shared() -> Iterator[Server]:
     """For tests that leave it as it was. glibc gives freed memory back at once, so what is left is kept by Triton."""
     with short_folder() as path, pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
-        running = serve(path)
+        running = serve_paced(path)
         yield running
         assert stop_server(running) == 0
 
@@ -98,7 +105,7 @@ def shared() -> Iterator[Server]:
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
     """For tests that end it."""
-    running = serve(folder, "--drain-s", "120")
+    running = serve_paced(folder, "--drain-s", "120")
     yield running
     if running.process.poll() is None:
         stop_server(running)
@@ -216,6 +223,7 @@ def shared_bytes(server: Server) -> int:
 def test_grown_shared_memory_is_given_back_while_requests_run(shared: Server) -> None:
     before, old = shared_bytes(shared), front_end(shared)
     with connect(shared) as client:
+        slow_down(pace_of(shared.log), SLOW_STEP_S)
         stream = client.stream("A tuple is", **LONG)
         next(stream)
         with pytest.raises(StreamError, match="TW-TOO-LARGE"):
@@ -223,6 +231,7 @@ def test_grown_shared_memory_is_given_back_while_requests_run(shared: Server) ->
         wait_for(
             lambda: "of shared memory; loading it again" in shared.log.read_text(), RESTART_LIMIT_S, "the notice"
         )
+        slow_down(pace_of(shared.log), 0.0)
         assert stream.read().finish_reason == "length"
         wait_for(lambda: has_ended(old), RESTART_LIMIT_S, "the end of the old front end")
         assert client.generate("x", max_tokens=1).finish_reason == "length"
@@ -258,7 +267,8 @@ def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder
 
 
 def test_a_running_request_ends_and_new_ones_are_refused(server: Server) -> None:
-    """Triton alone would call the model unknown."""
+    """Triton alone would call the model unknown. The request cannot end before new ones are refused."""
+    slow_down(pace_of(server.log), SLOW_STEP_S)
     with connect(server) as client:
         stream = client.stream("A tuple is", **LONG | {"max_tokens": LONGER})
         num_tokens = next(stream).num_output_tokens or 0
@@ -269,6 +279,7 @@ def test_a_running_request_ends_and_new_ones_are_refused(server: Server) -> None
             num_tokens += chunk.num_output_tokens or 0
             with pytest.raises(tc.Draining):
                 client.generate("x", max_tokens=1)
+        slow_down(pace_of(server.log), 0.0)
         rest = stream.read()
         assert rest.finish_reason == "length"
         assert num_tokens + (rest.num_output_tokens or 0) == LONGER
@@ -284,8 +295,9 @@ def _is_refused(client: Client) -> bool:
 
 
 def test_what_runs_past_the_limit_is_told(folder: Path) -> None:
-    server = serve(folder, "--drain-s", "0.2")
+    server = serve_paced(folder, "--drain-s", "0.2")
     processes = server.descendants()
+    slow_down(pace_of(server.log), SLOW_STEP_S)
     with connect(server) as client:
         streams = [client.stream("A tuple is", **LONG) for _ in range(4)]
         for stream in streams:
@@ -310,11 +322,13 @@ def test_a_killed_front_end_is_told_and_started_again_on_the_same_engine(shared:
     before, engine = num_restarts(shared), shared.engine_process()
     with connect(shared) as client:
         text = client.generate("A tuple is", **GREEDY).text
+        slow_down(pace_of(shared.log), SLOW_STEP_S)
         streams = [client.stream("A tuple is", **LONG) for _ in range(4)]
         for stream in streams:
             next(stream)
         stub = front_end(shared)
         stub.kill()
+        slow_down(pace_of(shared.log), 0.0)
         for stream in streams:
             with pytest.raises(tc.ServerUnavailable):
                 stream.read()

@@ -18,6 +18,11 @@ from tidewheel.engine.process import exit_now, main
 SECONDS_FILE = "TIDEWHEEL_SLOWED_BY"
 
 
+def pace_of(log: Path) -> Path:
+    """Return the file with the pace of a server, beside its log."""
+    return log.with_name("pace")
+
+
 def slow_down(file: Path, seconds: float) -> None:
     """Tell the engine, which reads the file at each step, at once."""
     new = file.with_suffix(".new")

@@ -16,6 +16,7 @@ from support.engine.engine_clients import CONFIG, Client, Recorder, request
 from support.engine.fake_engine import make_info
 from support.engine.fake_runner import VOCAB_SIZE, FakeRunner, naive_output
 from support.models.tiny_models import save_byte_llama
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_request
 from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
@@ -114,7 +115,7 @@ def test_generate_is_the_same(model: Path, tmp_path: Path, settings: dict[str, o
             results = llm.generate(*map(list, zip(*workload, strict=True)), use_tqdm=False)
             answers.append([comparable(result) for result in results])
             stats = llm.stats()
-            llm._scheduler.check_invariants()
+            check_invariants(llm._scheduler)
             assert not llm._open_core().has_unfinished
             assert bool(stats.num_preemptions) == (settings["num_blocks"] == 8)
         (path,) = folder.glob("*.jsonl")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engine.core_harness import CoreHarness, Event, arrivals
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_config, make_request
 from tidewheel.errors import Busy, InternalError, InvalidRequest, NotFound, WaitingSetFull
 from tidewheel.kvcache.sessions import SessionLimits
@@ -149,7 +150,7 @@ def test_sessions_above_a_lowered_limit_are_given_up() -> None:
         harness.add(make_request(name, 4, session_id=name, session_ttl=1e6, max_tokens=1))
         harness.run()
     harness.scheduler.reconfigure(make_config(), SessionLimits(max_sessions=1))
-    harness.scheduler.check_invariants()
+    check_invariants(harness.scheduler)
     with pytest.raises(NotFound):
         harness.scheduler.close_session("", "a")
     harness.scheduler.close_session("", "b")

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_request, make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.engine.core import EngineCore
@@ -140,7 +141,7 @@ def test_every_kind_has_all_its_steps_and_no_engine_waits_beyond_the_bound(
             for engine in engines.values():
                 engine.turn()
     for engine in engines.values():
-        engine.scheduler.check_invariants()
+        check_invariants(engine.scheduler)
         assert engine.longest_wait_s <= bound_s(engine)
         assert all(request.finish_reason is FinishReason.LENGTH for request in engine.requests)
         assert all(request.num_output_tokens == request.max_tokens for request in engine.requests)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.engine.core_harness import CoreHarness, Event, arrivals
 from support.engine.late_runner import LateRunner
 from support.long_runs import examples
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_request
 from tidewheel.errors import EngineDead, InternalError
 from tidewheel.request import FinishReason
@@ -118,7 +119,7 @@ def test_another_error_with_two_in_flight_ends_all_and_gives_the_blocks_back() -
     harness.core.fail_all(EngineDead("a step failed"))
     assert harness.ended == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
     assert not harness.core.has_unfinished
-    harness.scheduler.check_invariants()
+    check_invariants(harness.scheduler)
     assert harness.core.stats().num_free_blocks == 64
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from support.models import tiny_whisper
 from support.models.tiny_models import MARGIN
 from support.runner.step_loop import poison
+from support.scheduler.invariants import check_invariants
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import engine_info, load_model_runner, scheduler_config
 from tidewheel.engine.messages import AddRequest, EngineInfo
@@ -126,7 +127,7 @@ def run(case: Case, scheduler: Scheduler, arrivals: Sequence[Arrival]) -> list[R
         if batch is not None:
             scheduler.apply(batch, case.runner.run(batch), float(step))
         step += 1
-    scheduler.check_invariants()
+    check_invariants(scheduler)
     return requests
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.one_shot.fake_adapter import BAD, FakeAdapter
+from support.scheduler.invariants import check_invariants
 from tidewheel.batch import StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info
@@ -86,7 +87,7 @@ class Engine:
         while self.core.has_unfinished:
             self.now += 0.001
             self.core.step()
-            self.scheduler.check_invariants()
+            check_invariants(self.scheduler)
         return self.adapter.shapes[before:]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from support.scheduler.invariants import check_invariants
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.messages import (
@@ -93,7 +94,7 @@ class MadeUp:
         for _ in range(12):
             self.now += 0.001
             self.server._core.step()
-            self.scheduler.check_invariants()
+            check_invariants(self.scheduler)
             self.server._front_ends.flush()
         orders: dict[str, list[list[int]]] = {}
         for peer, socket in self.peers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
@@ -17,7 +18,7 @@ def refused(scheduler: Scheduler, request: Request) -> str:
     with pytest.raises(InvalidRequest) as caught:
         scheduler.add_group([request], 0.0)
     assert replace(scheduler.stats(), tenants=before.tenants) == before
-    scheduler.check_invariants()
+    check_invariants(scheduler)
     return caught.value.message
 
 

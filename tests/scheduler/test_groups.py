@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.engine.fake_runner import naive_output
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request, RequestState
 
@@ -44,7 +45,7 @@ def test_the_others_wait_until_the_leader_has_computed_the_prompt() -> None:
     for _ in range(3):
         driver.step()
         assert states(driver) == [RUNNING, WAITING, WAITING]
-        driver.scheduler.check_invariants()
+        check_invariants(driver.scheduler)
     driver.step()
     assert states(driver) == [RUNNING, RUNNING, RUNNING]
     driver.run()
@@ -84,7 +85,7 @@ def test_a_parked_sequence_can_be_cancelled() -> None:
     driver.step()
     for name in ("r1", "r2"):
         assert driver.cancel(name) is not None
-        driver.scheduler.check_invariants()
+        check_invariants(driver.scheduler)
     driver.run()
 
 
@@ -95,7 +96,7 @@ def test_a_leader_that_is_preempted_leads_again_when_it_returns() -> None:
     driver.add_group(requests)
     while not requests[0].num_preemptions:
         driver.step()
-        driver.scheduler.check_invariants()
+        check_invariants(driver.scheduler)
     assert busy.state is RUNNING and states(driver)[2:] == [WAITING, WAITING]
     driver.run()
     assert all(r.output_token_ids == naive_output(r)[0] for r in driver.requests.values())

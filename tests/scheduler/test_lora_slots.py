@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import InternalError, InvalidRequest
@@ -264,7 +265,7 @@ def test_slots_of_a_step_that_did_not_run_are_empty() -> None:
     driver.step()
     driver.fail_all(InternalError("the device is lost"))
     assert driver.scheduler.loras.contents == []
-    driver.scheduler.check_invariants()
+    check_invariants(driver.scheduler)
 
 
 @pytest.mark.parametrize("num_adapters", [2, 5, 9])
@@ -285,7 +286,7 @@ def test_every_adapter_of_an_overload_gets_its_turns(max_loras: int, num_adapter
                 waiting[name] = add(driver, f"{name}-{number}", adapters[name], max_tokens=12)
                 number += 1
         driver.step()
-        driver.scheduler.check_invariants()
+        check_invariants(driver.scheduler)
     waits += [driver.now - one.arrival_time for one in waiting.values() if one.first_scheduled_time is None]
     assert max(waits) <= (2 + (num_adapters - 1) // max_loras) * AGEING_S + 4.0
 
@@ -304,7 +305,7 @@ def test_a_request_of_the_same_look_reserves_no_slot_of_one_that_may_enter() -> 
     assert first.state is RequestState.WAITING
     add(driver, "later", adapters["c"], priority=Priority.HIGH)  # its adapter has waited longer
     driver.step()
-    driver.scheduler.check_invariants()
+    check_invariants(driver.scheduler)
     assert first.state is RequestState.RUNNING
 
 
@@ -320,7 +321,7 @@ def test_a_request_that_entered_another_slot_reserves_none() -> None:
     assert first.state is RequestState.WAITING
     add(driver, "second", adapters["d"], priority=Priority.HIGH)
     driver.step()
-    driver.scheduler.check_invariants()
+    check_invariants(driver.scheduler)
     assert first.state is RequestState.RUNNING
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.scheduler.invariants import check_waiting_set
 from support.scheduler.scheduling import SchedulerDriver, make_request, numbered
 from tidewheel.errors import InternalError
 from tidewheel.request import Priority, Request
@@ -122,14 +123,14 @@ def test_the_waiting_set_counts_by_class() -> None:
     ]
     for number, request in enumerate(requests):
         waiting.push(numbered(request, number))
-        waiting.check_invariants()
+        check_waiting_set(waiting)
     assert [waiting.num_tokens_ahead(level) for level in Priority] == [2, 2, 6, 10]
     assert [request.request_id for request in waiting] == ["r1", "r3", "r0", "r2"]
     assert next(waiting.candidates(with_new=True)) is requests[1]
     assert next(waiting.candidates(with_new=False), None) is None
     waiting.remove(requests[0])
-    waiting.check_invariants()
+    check_waiting_set(waiting)
     assert (waiting.num_new_tokens, waiting.num_new, waiting.lowest_class) == (9, 3, LOW)
     waiting.num_new += 1
     with pytest.raises(InternalError, match="new requests are miscounted"):
-        waiting.check_invariants()
+        check_waiting_set(waiting)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support.engine.fake_runner import naive_output
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import SampledTokens
 from tidewheel.errors import EngineDead, InternalError
@@ -69,7 +70,7 @@ def test_a_cancel_in_flight_delivers_nothing_more_and_gives_the_blocks_back(max_
         pass
     assert driver.cancel("a") is request
     assert request.state is RequestState.FINISHED
-    driver.scheduler.check_invariants()
+    check_invariants(driver.scheduler)
     while driver.in_flight:
         assert driver.apply().requests == [other]
     assert driver.scheduler.stats().num_free_blocks == 32 - 2
@@ -108,7 +109,7 @@ def test_a_cancel_works_at_every_stage(num_steps: int, state: RequestState, num_
         driver.step()
     assert (request.state, len(driver.delivered["b"])) == (state, num_output_tokens)
     assert driver.cancel("b", FinishReason.DEADLINE) is request
-    driver.scheduler.check_invariants()
+    check_invariants(driver.scheduler)
     driver.run()
 
 
@@ -151,7 +152,7 @@ def test_fail_all_ends_everything(max_inflight_steps: int) -> None:
     failed = driver.fail_all(EngineDead("the engine ended"))
     assert [request.request_id for request in failed] == ["a", "b", "c"]
     assert all(request.finish_reason is FinishReason.ERROR for request in failed)
-    driver.scheduler.check_invariants()
+    check_invariants(driver.scheduler)
     assert driver.scheduler.stats().num_free_blocks == 32
     late = SampledTokens(batch.step_id, np.zeros(len(batch.rows), dtype=np.int32))
     with pytest.raises(InternalError, match="oldest"):

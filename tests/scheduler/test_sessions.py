@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import NotFound
 from tidewheel.request import FinishReason, Priority, Request
@@ -107,4 +108,4 @@ def test_no_session_comes_back_to_blocks_that_a_waiting_request_lacks() -> None:
     assert driver.scheduler._state.blocked is not None
     assert kv.sessions.num_blocks("") == 0
     driver.run()
-    driver.scheduler.check_invariants()
+    check_invariants(driver.scheduler)

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_request, make_scheduler
 from tidewheel.batch import SampledTokens
 from tidewheel.request import FinishReason, Priority, Request
@@ -45,7 +46,7 @@ class Engine:
         self.now += self.seconds[requests[0].bucket]
         tokens = SampledTokens(batch.step_id, np.zeros(len(requests), np.int32))
         self.scheduler.apply(batch, tokens, self.now)
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         self.steps.append(requests)
         return requests
 

@@ -8,6 +8,7 @@ import pytest
 
 from support.engine.fake_runner import naive_output
 from support.scheduler.budget_checks import check_shares, scheduled_tokens
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduler_model import Model
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request, RequestState
@@ -104,7 +105,7 @@ def test_a_burst_that_ends_at_once_leaves_nothing_behind() -> None:
     driver.step()
     for number in range(8):
         driver.cancel(f"r{number}")
-        driver.scheduler.check_invariants()
+        check_invariants(driver.scheduler)
     driver.run()
 
 

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.engine.fake_runner import naive_output
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import InternalError, InvalidRequest, NumericError
@@ -274,7 +275,7 @@ def test_a_batch_is_applied_once_in_order_and_with_its_own_answer() -> None:
         scheduler.apply(first, answer(first, [1, 2]), 0.0)
     with pytest.raises(InternalError, match="no token"):
         scheduler.apply(first, answer(first, [SampledTokens.NOT_SAMPLED]), 0.0)
-    scheduler.check_invariants()
+    check_invariants(scheduler)
     scheduler.apply(first, answer(first, [1]), 0.0)
     with pytest.raises(InternalError, match="oldest"):
         scheduler.apply(first, answer(first, [1]), 0.0)

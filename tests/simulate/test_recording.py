@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from support.long_runs import slow
+from support.scheduler.invariants import check_invariants
 from support.simulate.simulation import make_scheduler
 from tidewheel.batch import NOT_DRAFTED, TO_DRAFT, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, NotFound, TidewheelError
@@ -175,7 +176,7 @@ class Session:
         for index in self.rng.choice(len(actions), size=num_actions, p=list(actions.values())):
             self.now += float(self.rng.exponential(0.01))
             list(actions)[index]()
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         self.recorder.flush()
         self.file.close()
         return self.path

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.scheduler.invariants import check_invariants
 from support.simulate.simulation import COST, simulator
 from tidewheel.bench.workloads import parse_workload
 from tidewheel.config import EngineConfig
@@ -126,7 +127,7 @@ def run_recorded(trace: Trace, folder: Path) -> Recording:
     assert outcomes.finished.all()
     (replica,) = run.replicas
     assert isinstance(replica, EngineReplica)
-    replica.scheduler.check_invariants()
+    check_invariants(replica.scheduler)
     stats = replica.scheduler.stats()
     assert stats.num_swapped_in > 0 and stats.num_free_blocks == stats.num_blocks
     (path,) = folder.iterdir()

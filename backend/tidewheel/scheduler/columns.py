@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array, RowArray, WeightVariant
 from tidewheel.config import MAX_DRAFT_TOKENS
-from tidewheel.errors import require
 from tidewheel.kvcache.prefix import PrefixHit
-from tidewheel.request import FULL, QUANTIZED, Request, RequestState
+from tidewheel.request import FULL, QUANTIZED, Request
 from tidewheel.stats import EngineStats
 
 NEVER = -np.inf
@@ -243,27 +242,6 @@ class RowColumns:
             requests[index].first_token_time = now
             self.first_token_times[rows[index]] = now
         return requests
-
-    def check_invariants(self) -> None:
-        rows = np.flatnonzero(self.running)
-        require(len(rows) == self.num_running, "running rows are miscounted")
-        require(len(self.free_rows) + self.num_running == self.num_rows, "rows are lost")
-        require(not self.running[self.free_rows].any(), "a free row is running")
-        for row in rows.tolist():
-            request = self.request(row)
-            require(request.row == row and request.state is RequestState.RUNNING, f"{request} is not in row {row}")
-            num_tokens = request.num_tokens + int(self.num_recent[row])
-            require(int(self.num_tokens[row]) == num_tokens, f"{request} has {self.num_tokens[row]} tokens")
-            require(int(self.num_recent[row]) <= self._recent.shape[1], f"{request} has too many recent tokens")
-        start = self.num_computed_tokens + self.num_inflight_tokens
-        known = self.num_tokens + self.num_inflight_samples
-        for name, holds in (
-            ("tokens in flight", (self.num_inflight_tokens >= 0) & (self.num_inflight_samples >= 0)),
-            ("computed tokens", (self.num_computed_tokens >= 0) & (start <= known)),
-            ("length", (self.num_tokens < self.max_num_tokens) & (known <= self.max_num_tokens)),
-            ("slots", start <= self.num_slots),
-        ):
-            require(bool(holds[rows].all()), f"{name} of row {rows[~holds[rows]].tolist()}")
 
     def _set_stop_ids(self, row: int, stop_token_ids: tuple[int, ...]) -> None:
         count, width = len(stop_token_ids), len(self.stop_token_ids)

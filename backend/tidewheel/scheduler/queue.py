@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from tidewheel.errors import InternalError, require
+from tidewheel.errors import InternalError
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 from tidewheel.scheduler.tenancy import VirtualCounters
@@ -221,24 +221,6 @@ class WaitingSet:
         names = (name for name, lane in self._lanes.items() if name != first and (with_new or lane.returning))
         for name in heapq.nsmallest(MAX_LANES, names, key=self._counters.counter):
             yield self._lanes[name]
-
-    def check_invariants(self) -> None:
-        new = [request for lane in self._lanes.values() for request in lane.new]
-        returning = [request for lane in self._lanes.values() for request in lane.returning]
-        require(all(lane.new or lane.returning for lane in self._lanes.values()), "an empty lane is left over")
-        require(all(request.is_new for request in new), "a request that has started counts as new")
-        require(not any(request.is_new for request in returning), "a new request counts as returning")
-        for queue in (self._ages, *(queue for lane in self._lanes.values() for queue in lane)):
-            keys = [_age(r) if queue is self._ages else r.rank for r in queue]
-            require(keys == sorted(keys), "a queue is out of order")
-        require(set(self._ages) == set(new), "new requests and their ages disagree")
-        for service_class in Priority:
-            num_tokens = sum((1 + len(r.followers)) * r.num_tokens for r in new if r.service_class is service_class)
-            require(self._new_tokens[service_class] == num_tokens, f"tokens of {service_class.name} are miscounted")
-        require(self.num_new == sum(1 + len(r.followers) for r in new), "new requests are miscounted")
-        require(len(self._crowds) == len(self._num_new), "crowds are miscounted")
-        for name, count in self._num_new.items():
-            require(count == sum(1 + len(r.followers) for r in new if r.tenant == name), f"{name!r} is miscounted")
 
 
 def next_in_line(

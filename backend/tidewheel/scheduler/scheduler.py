@@ -222,16 +222,14 @@ class Scheduler:
         return list(self._state.requests.values())
 
     def check_invariants(self) -> None:
-        """Check all tables, in O(blocks + requests). Raise `InternalError`."""
+        """Check the cache and, if no request is unfinished, that none has left anything. Raise `InternalError`."""
         state = self._state
-        state.check_invariants()
-        require(len(state.in_flight) <= self.max_inflight_steps, "too many batches in flight")
-        if not state.in_flight:
-            columns, rows = state.columns, state.columns.running
-            in_flight = columns.num_inflight_tokens[rows].sum() + columns.num_inflight_samples[rows].sum()
-            require(int(in_flight) == 0, "tokens are in flight without a batch")
-            require(state.kv.transfers.num_returning_blocks() == 0, "blocks are held without a batch")
+        state.kv.check_invariants()
         if not state.in_flight and not state.requests:
+            state.loras.check_invariants((), ())
+            require(not state.waiting and not state.columns.running.any(), "ended requests wait or run")
+            require(state.stats.num_waiting_tokens == 0, "waiting tokens are miscounted")
+            require(state.kv.transfers.num_returning_blocks() == 0, "blocks are held without a batch")
             require(state.kv.num_free_blocks == state.kv.num_blocks, "blocks are lost")
 
 

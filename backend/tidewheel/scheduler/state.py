@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tidewheel.batch import RowArray
-from tidewheel.errors import require
 from tidewheel.event_heap import EventHeap, TimedEvent
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
@@ -352,42 +351,6 @@ class SchedulerState:
 
     def _class_that_counts(self, request: Request) -> int:
         return request.service_class if self.policy.by_class else 0
-
-    def check_invariants(self) -> None:
-        self.kv.check_invariants()
-        self.columns.check_invariants()
-        self.waiting.check_invariants()
-        running = self.columns.requests(self.columns.running.nonzero()[0])
-        queued = list(self.waiting)
-        attached = [follower for leader in (*queued, *running) for follower in leader.followers]
-        waiting = [*queued, *attached]
-        states = {request.state for request in waiting}
-        require(states <= {RequestState.WAITING, RequestState.PREEMPTED}, f"waiting requests are {states}")
-        placed = {request.request_id: request for request in (*waiting, *running)}
-        require(len(placed) == len(waiting) + len(running), "a request is in two places")
-        require(placed == self.requests, "requests are lost or left over")
-        self._check_waiting(queued, attached)
-        self.loras.check_invariants(running, queued)
-        require(
-            set(self.leaders) == {request.request_id for request in running if request.followers},
-            "running leaders are listed wrongly",
-        )
-        for request in running:
-            num_slots = len(self.kv.block_table(request.row)) * self.kv.block_size
-            require(int(self.columns.num_slots[request.row]) == num_slots, f"{request} has {num_slots} slots")
-            require(
-                int(self.columns.classes[request.row]) == self._class_that_counts(request),
-                f"{request} runs in another class",
-            )
-
-    def _check_waiting(self, queued: list[Request], attached: list[Request]) -> None:
-        waiting = [*queued, *attached]
-        require(self.stats.num_waiting_tokens == sum(r.num_tokens for r in waiting), "waiting tokens are miscounted")
-        by_class = [sum(request.priority is p for request in waiting) for p in Priority]
-        require(self.stats.waiting_by_class == by_class, "classes are miscounted")
-        unlifted = [r for r in queued if r.service_class > Priority.HIGH and r.ages_since is None]
-        require(not unlifted, f"{unlifted} wait to be lifted for ever")
-        require(all(request.ages_since is None for request in attached), "followers are lifted without their leader")
 
 
 def _awaits_objective(event: TimedEvent[Request]) -> bool:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from support.engine.fake_runner import FakeRunner
 from support.engine.request_ledger import RequestLedger
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_config, make_request
 from tidewheel.engine.core import EngineCore
 from tidewheel.kvcache.manager import KVCacheManager
@@ -80,7 +81,7 @@ class CoreHarness(RequestLedger):
     def run(self) -> None:
         for _ in range(5000):
             worked = self.core.step()
-            self.scheduler.check_invariants()
+            check_invariants(self.scheduler)
             if not worked and not self.commands:
                 break
         assert not self.core.has_unfinished

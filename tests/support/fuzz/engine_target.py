@@ -14,6 +14,7 @@ import zmq
 from support.engine.engine_clients import request
 from support.engine.fake_engine import make_info
 from support.engine.fake_runner import VOCAB_SIZE, FakeRunner, naive_output
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_config, make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import (
@@ -105,7 +106,7 @@ def _run(server: EngineServer, scheduler: Scheduler) -> None:
 
     server._maintain = keep_house  # type: ignore[method-assign]
     assert server.serve(lambda: "")
-    scheduler.check_invariants()
+    check_invariants(scheduler)
 
 
 def _tokens(sent: Iterable[tuple[bytes, FromEngine]], identity: bytes) -> list[int]:

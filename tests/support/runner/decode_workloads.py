@@ -9,6 +9,7 @@ import numpy as np
 
 from support.models import tiny_models
 from support.runner.step_loop import GREEDY, StepLoop, request
+from support.scheduler.invariants import check_invariants
 from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
@@ -56,7 +57,7 @@ class PipelinedLoop(StepLoop):
                 done, pending = in_flight.popleft()
                 self.scheduler.apply(done, pending.wait(), now)
             now += 1.0
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         return [item.output_token_ids for item in requests]
 
 

@@ -14,6 +14,7 @@ import torch
 from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import StepLoop
 from support.scheduler.guesses import Guesses, put_proposer
+from support.scheduler.invariants import check_invariants
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import ForwardInput, ModelShape
 from tidewheel.request import Request
@@ -92,4 +93,4 @@ class Engine:
             self.core.add_group([item])
         while self.core.has_unfinished:
             self.core.step()
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)

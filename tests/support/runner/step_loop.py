@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from support.scheduler.invariants import check_invariants
 from tidewheel.batch import Int32Array
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -71,5 +72,5 @@ class StepLoop:
             assert batch is not None, "requests are left, and nothing can run"
             self.scheduler.apply(batch, self.runner.run(batch), now)
             now += 1.0
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         return [item.output_token_ids for item in requests]

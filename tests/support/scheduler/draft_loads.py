@@ -19,6 +19,7 @@ import numpy as np
 from support.engine.fake_runner import VOCAB_SIZE, Row, next_token, prefix_hash
 from support.engine.late_runner import LatePending, LateRunner
 from support.engine.request_ledger import RequestLedger
+from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_config, make_request
 from tidewheel.batch import (
     NOT_DRAFTED,
@@ -435,7 +436,7 @@ class LoadRun(RequestLedger):
         last_turn = max([0, *(group.turn for group in self.load.groups)]) + 2
         for _ in range(MAX_STEPS):
             worked = self.core.step()
-            self.scheduler.check_invariants()
+            check_invariants(self.scheduler)
             self._check_proposer()
             if not worked and self.turn > last_turn and not self.core.has_unfinished:
                 break

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from support.engine.fake_runner import VOCAB_SIZE
 from support.scheduler.budget_checks import check_budget, check_shares, may_await_prefix, may_overtake
+from support.scheduler.invariants import check_invariants
 from support.scheduler.need_checks import Blocks, check_decodes, check_need, check_shortage
 from support.scheduler.scheduler_model import Model, follows
 from support.scheduler.scheduling import SchedulerDriver, make_request
@@ -354,7 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         scheduler = self.driver.scheduler
-        scheduler.check_invariants()
+        check_invariants(scheduler)
         stats = scheduler.stats()
         waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
         new = self.new()

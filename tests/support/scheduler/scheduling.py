@@ -11,6 +11,7 @@ import numpy as np
 
 from support.engine.fake_runner import FakeRunner, PendingTokens
 from support.engine.request_ledger import RequestLedger
+from support.scheduler.invariants import check_invariants
 from tidewheel.batch import ScheduledBatch, StepOutputs
 from tidewheel.errors import Busy, TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
@@ -210,5 +211,5 @@ class SchedulerDriver(RequestLedger):
             assert outputs is not None or not self.scheduler.has_unfinished, "requests wait and nothing runs"
         else:
             raise AssertionError(f"still not done after {max_steps} steps")
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         self.check_all_over(self.scheduler.stats())

@@ -55,8 +55,13 @@ def tail_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransferQueue, "pin", lambda self, slots, copy_sources: self._host.touch(slots))
-    real = TransferQueue.take
+    real, fill = TransferQueue.take, KVCacheManager._take_and_fill
+
+    def take_and_fill(self: KVCacheManager, row: int, *rest: Any, **more: Any) -> list[int]:
+        own = fill(self, row, *rest, **more)
+        if row in self.transfers.arrivals:
+            self._pool.free(self.transfers.arrivals[row].copy_sources)
+        return own
 
     def take(self: TransferQueue, step_id: int) -> Any:
         taken = real(self, step_id)
@@ -64,6 +69,7 @@ def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
             self._steps[step_id].sources.clear()
         return taken
 
+    patch.setattr(KVCacheManager, "_take_and_fill", take_and_fill)
     patch.setattr(TransferQueue, "take", take)
     patch.setattr(TransferQueue, "held_sources", lambda self: [])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.kvcache.invariants import check_cache
 from support.scheduler.scheduling import make_request
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.manager import KVCacheManager
@@ -21,7 +22,7 @@ def enter(kv: KVCacheManager, row: int, request: Request, *, commit: bool = True
     assert kv.allocate(row, request.num_tokens, hit)
     if commit:
         kv.commit(row, request, request.num_tokens)
-    kv.check_invariants()
+    check_cache(kv)
     return hit.num_tokens
 
 
@@ -76,7 +77,7 @@ def test_allocate_is_all_or_nothing() -> None:
     assert hit.num_tokens == 8
     assert not kv.allocate(1, 20, hit)  # five blocks in all
     assert (kv.num_free_blocks, kv.update_stats().num_cached_blocks) == (4, 2)
-    kv.check_invariants()
+    check_cache(kv)
     assert kv.allocate(1, 16, hit)
 
 
@@ -122,7 +123,7 @@ def test_blocks_are_held_while_a_batch_in_flight_names_them() -> None:
     enter(kv, 0, make_request("a", 16), commit=False)
     kv.free(0, after_step=7)
     assert (kv.num_free_blocks, kv.transfers.num_returning_blocks()) == (0, 4)
-    kv.check_invariants()
+    check_cache(kv)
     kv.transfers.done(6)
     assert kv.num_free_blocks == 0
     kv.transfers.done(7)
@@ -164,7 +165,7 @@ def test_blocks_that_one_row_is_computing_are_counted_up_to_those_of_another_row
     assert kv.prefixes.find_computing(late, kv.prefixes.find(late)) == (3, 1)
     kv.free(1)
     assert kv.prefixes.find_computing(late, kv.prefixes.find(late)) == (0, -1)
-    kv.check_invariants()
+    check_cache(kv)
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
@@ -205,4 +206,4 @@ def test_check_invariants_sees_a_shared_writable_block() -> None:
     kv._pool.touch([stolen])
     kv._tables[1][0] = stolen
     with pytest.raises(InternalError, match="writable block"):
-        kv.check_invariants()
+        check_cache(kv)

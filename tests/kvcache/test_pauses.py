@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.test_manager_sessions import Turns, make_manager, turn
+from support.kvcache.invariants import check_cache
 from support.kvcache.kv_machine import kv_request
 from tidewheel.kvcache import pauses
 from tidewheel.kvcache.manager import KVCacheManager
@@ -114,7 +115,7 @@ def test_a_session_comes_back_before_its_turn() -> None:
     assert kv.num_free_blocks == 4  # the others are on their way
     kv.transfers.done(50)
     assert kv.num_free_blocks == 6
-    kv.check_invariants()
+    check_cache(kv)
     hit = kv.prefixes.find(kv_request("next", 12, session_id="a"))
     assert (len(hit.block_ids), hit.host_keys) == (2, ())
 
@@ -144,7 +145,7 @@ def test_the_host_tier_lets_go_of_the_session_expected_last() -> None:
         turns.step()
     assert {name for _, name in turns.kv.sessions._sessions} == {"b", "c"}
     assert turns.kv.update_stats().num_free_host_blocks == 4
-    turns.kv.check_invariants()
+    check_cache(turns.kv)
 
 
 def test_a_tenant_over_its_share_gives_way_however_short_its_tools_are() -> None:
@@ -180,7 +181,7 @@ def share(turns: Turns, tenants: str, tools: str = "") -> list[str]:
         if tool == "x":
             store.pause(tenant, name, ["x"], 0.0)
     assert turns.kv.allocate(9, 16)
-    turns.kv.check_invariants()
+    check_cache(turns.kv)
     return [session.tenant for session in store._sessions.values()]
 
 
@@ -213,7 +214,7 @@ def test_of_thousands_of_pauses_the_order_is_made_now_and_then(monkeypatch: pyte
         assert turns.kv.allocate(row, 8)
         turns.kv.free(row)
         assert turns.kv.allocate(row, 16)
-    turns.kv.check_invariants()
+    check_cache(turns.kv)
     assert len(made) <= 2
     assert {int(name[1:]) % 3 for name in resident(turns.kv)} == {0, 1, 2}
     assert len([name for name in resident(turns.kv) if int(name[1:]) % 3 == 0]) == 100
@@ -221,7 +222,7 @@ def test_of_thousands_of_pauses_the_order_is_made_now_and_then(monkeypatch: pyte
         store.arrive("", name, 0.0)
     for row in range(50, 50 + turns.kv.num_free_blocks):
         assert turns.kv.allocate(row, 4)
-    turns.kv.check_invariants()
+    check_cache(turns.kv)
     assert resident(turns.kv) == set()
 
 
@@ -243,7 +244,7 @@ def test_a_session_that_pauses_in_the_host_tier_comes_back() -> None:
     turns.kv.sessions.now = 9.5
     turns.step()
     assert resident(turns.kv) == {"a"}
-    turns.kv.check_invariants()
+    check_cache(turns.kv)
 
 
 def test_sessions_come_back_after_a_change_of_limits() -> None:
@@ -255,7 +256,7 @@ def test_sessions_come_back_after_a_change_of_limits() -> None:
     turns.kv.sessions.now = 9.5
     turns.step()
     assert resident(turns.kv) == {"a"}
-    turns.kv.check_invariants()
+    check_cache(turns.kv)
 
 
 @pytest.mark.parametrize("count", [60, 300])
@@ -266,7 +267,7 @@ def test_blocks_come_free_however_many_paused_sessions_are_in_the_host_tier(coun
     for row in range(count):
         assert turns.kv.allocate(row, 8)
         turns.step()
-    turns.kv.check_invariants()
+    check_cache(turns.kv)
     assert resident(turns.kv) == set() and len(turns.kv.sessions) == count
 
 

@@ -233,19 +233,10 @@ class KVCacheManager:
         return transfers
 
     def check_invariants(self) -> None:
-        """Check block tables, pool and host tier against each other. Raise `InternalError`."""
+        """Check pool, host tier, and who holds the pool's blocks. Raise `InternalError`."""
         self._pool.check_invariants()
         self._host.check_invariants()
-        self.sessions.check_invariants()
-        require(self._tables.keys() == self._num_sealed.keys(), "tables and commits name different rows")
-        require(self._tables.keys() >= set(self.prefixes.computing.values()), "rows that left are computing blocks")
-        named = Counter(chain(self.transfers.held_blocks(), *self._tables.values()))
-        references = named + Counter(self.transfers.held_sources())
+        held = self.transfers.held_blocks() + self.transfers.held_sources()
+        references = Counter(chain(held, *self._tables.values()))
         for block_id, count in enumerate(self._pool.ref_count):
             require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
-        for row, table in self._tables.items():
-            require(len(set(table)) == len(table), f"row {row} names a block twice")
-            for block_id in table[self._num_sealed[row] :]:
-                require(self._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
-                require(named[block_id] == 1, f"writable block {block_id} is shared")
-                require(self._pool.num_keepers(block_id) == 0, f"writable block {block_id} is a session's")

@@ -8,7 +8,7 @@ from hashlib import sha256
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tidewheel.errors import NotFound, require
+from tidewheel.errors import NotFound
 from tidewheel.event_heap import EventHeap
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.pauses import Duration, Pause, ToolDurations
@@ -233,33 +233,6 @@ class SessionStore:
     def surrender_tail(self, session: KVSession) -> None:
         self.give_up_blocks(session, len(session.blocks) - 1)
         session.tail_tokens = session.tail_key = b""
-
-    def check_invariants(self) -> None:
-        every = self._sessions.items()
-        resident = [name for name, session in every if session.blocks and session.pause is None]
-        require(resident == list(self._resident), "sessions with blocks are listed wrongly")
-        paused = {name for name, session in every if session.pause is not None}
-        require(paused == self._paused.keys(), "sessions that pause are listed wrongly")
-        slots = Counter(slot for session in self._sessions.values() for slot in session.host_slots)
-        kept = {slot: count for slot in range(self._host.num_blocks) if (count := self._host.num_keepers(slot))}
-        require(slots == kept, "slots of sessions are kept wrongly")
-        for tenant, of_tenant in self._tenants.items():
-            own = {name: session for (of, name), session in self._sessions.items() if of == tenant}
-            require(list(own) == list(of_tenant) and bool(own), f"sessions of {tenant!r} are listed wrongly")
-            count = sum(len(session.blocks) for session in own.values())
-            require(count == of_tenant.num_blocks, f"blocks of tenant {tenant!r} are miscounted")
-            counted = self._members[account_of(self.limits.tenants, tenant)][tenant]
-            require(counted == len(own), f"sessions of {tenant!r} are miscounted")
-        shares = Counter[str]()
-        for tenant, of_tenant in self._tenants.items():
-            shares[self._share_of(tenant)] += of_tenant.num_blocks
-        require(+shares == self._held, "blocks of shares are miscounted")
-        totals = {account: members.total() for account, members in self._members.items()}
-        require(totals == self._accounts, "accounts are miscounted")
-        require(self._accounts.total() == len(self._sessions), "a session belongs to no tenant")
-        waiting = set(map(id, self._expiries))
-        require(all(id(session) in waiting for session in self._sessions.values()), "a session never expires")
-        require(len(self._sessions) <= self.limits.max_sessions, "there are too many sessions")
 
     def _make(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> KVSession:
         size = self._block_size

@@ -18,6 +18,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from support.kvcache.invariants import check_cache
 from tidewheel.errors import NotFound
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
@@ -540,7 +541,7 @@ class KVMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         kv = self.kv
-        kv.check_invariants()
+        check_cache(kv)
         assert kv.num_free_blocks == self.num_free()
         assert kv.update_stats().num_sessions == len(self.sessions) <= MAX_SESSIONS
         for tenant in TENANTS:
@@ -562,7 +563,7 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.transfers.done(self.num_steps)
         for step_id in list(self.batches):
             self.kv.transfers.done(step_id)
-        self.kv.check_invariants()
+        check_cache(self.kv)
         assert self.kv.num_free_blocks == self.kv.num_blocks
         assert self.kv.transfers.num_returning_blocks() == 0
         self.kv.sessions.expire(self.now + 1000.0)

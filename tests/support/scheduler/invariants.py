@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from support.kvcache.invariants import check_cache
 from tidewheel.errors import require
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler.columns import RowColumns
@@ -15,6 +16,7 @@ from tidewheel.scheduler.state import SchedulerState
 def check_invariants(scheduler: Scheduler) -> None:
     """Check all tables, also while requests run and batches are in flight. Raise `InternalError`."""
     scheduler.check_invariants()
+    check_cache(scheduler._state.kv)
     state, columns = scheduler._state, scheduler._state.columns
     _check_requests(state)
     require(len(state.in_flight) <= scheduler.max_inflight_steps, "too many batches in flight")

@@ -1,0 +1,57 @@
+"""Checks of the cache's tables against each other, at any time between two calls of its manager."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+from tidewheel.errors import require
+from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.sessions import SessionStore
+from tidewheel.tenants import account_of
+
+
+def check_cache(kv: KVCacheManager) -> None:
+    """Check block tables, pool, host tier and sessions. Raise `InternalError`."""
+    kv.check_invariants()
+    check_sessions(kv.sessions)
+    tables, num_sealed = kv._tables, kv._num_sealed
+    require(tables.keys() == num_sealed.keys(), "tables and commits name different rows")
+    require(tables.keys() >= set(kv.prefixes.computing.values()), "rows that left are computing blocks")
+    for row, arrival in kv.transfers.arrivals.items():
+        require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")
+    named = Counter(chain(kv.transfers.held_blocks(), *tables.values()))
+    for row, table in tables.items():
+        require(len(set(table)) == len(table), f"row {row} names a block twice")
+        for block_id in table[num_sealed[row] :]:
+            require(kv._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
+            require(named[block_id] == 1, f"writable block {block_id} is shared")
+            require(kv._pool.num_keepers(block_id) == 0, f"writable block {block_id} is a session's")
+
+
+def check_sessions(store: SessionStore) -> None:
+    every, tenants = store._sessions, store.limits.tenants
+    resident = [name for name, session in every.items() if session.blocks and session.pause is None]
+    require(resident == list(store._resident), "sessions with blocks are listed wrongly")
+    paused = {name for name, session in every.items() if session.pause is not None}
+    require(paused == store._paused.keys(), "sessions that pause are listed wrongly")
+    slots = Counter(slot for session in every.values() for slot in session.host_slots)
+    host = store._host
+    kept = {slot: count for slot in range(host.num_blocks) if (count := host.num_keepers(slot))}
+    require(slots == kept, "slots of sessions are kept wrongly")
+    shares = Counter[str]()
+    for tenant, of_tenant in store._tenants.items():
+        own = {name: session for (of, name), session in every.items() if of == tenant}
+        require(list(own) == list(of_tenant) and bool(own), f"sessions of {tenant!r} are listed wrongly")
+        count = sum(len(session.blocks) for session in own.values())
+        require(count == of_tenant.num_blocks, f"blocks of tenant {tenant!r} are miscounted")
+        counted = store._members[account_of(tenants, tenant)][tenant]
+        require(counted == len(own), f"sessions of {tenant!r} are miscounted")
+        shares[store._share_of(tenant)] += count
+    require(+shares == store._held, "blocks of shares are miscounted")
+    totals = {account: members.total() for account, members in store._members.items()}
+    require(totals == store._accounts, "accounts are miscounted")
+    require(store._accounts.total() == len(every), "a session belongs to no tenant")
+    waiting = set(map(id, store._expiries))
+    require(all(id(session) in waiting for session in every.values()), "a session never expires")
+    require(len(every) <= store.limits.max_sessions, "there are too many sessions")

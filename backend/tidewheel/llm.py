@@ -170,15 +170,6 @@ class LLM(AbstractContextManager["LLM"]):
             core.fail_all(Cancelled("generate was interrupted"))
         return [result for prompt in prepared for result in prompt.results()]
 
-    def load_lora(self, name: str, path: str | Path) -> None:
-        """Read an adapter for requests of its name. Raise `InvalidRequest`, `NotFound` or `Unsupported`."""
-        self._open_core()
-        outcomes: list[FinishReason | TidewheelError] = []
-        self._loras.read_version(name, Path(path).absolute(), outcomes.append)
-        self._loras.wait()
-        if isinstance(outcomes[0], TidewheelError):
-            raise outcomes[0]
-
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
         """End a session and free its KV blocks. Raise `NotFound` if unknown."""
         self._open_core()

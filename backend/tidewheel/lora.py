@@ -19,7 +19,7 @@ MAX_LORAS_BYTES = 96 << 10  # of all names and folders: an engine's command has 
 _MAX_FILE_BYTES = 16 << 20
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Lora:
     """One version of an adapter: loaded again under its name, it is another `Lora`.
 

@@ -58,27 +58,25 @@ class Objective:
         return self.ttft_s + self.tpot_s * max(num_output_tokens - 1, 0)
 
 
-class TenantFigures(msgspec.Struct):
-    """Counts and queue seconds of a tenant since the engine's start."""
+class RequestFigures(msgspec.Struct):
+    """Sums over requests since the engine's start."""
 
     num_requests: int = 0
+    num_prompt_tokens: int = 0  # of started requests that ended
+    num_output_tokens: int = 0
+
+
+class TenantFigures(RequestFigures):
     num_rejected: int = 0
     num_started: int = 0
     queue_seconds: float = 0.0
-    num_prompt_tokens: int = 0  # of started requests that ended
-    num_output_tokens: int = 0
     num_objectives: int = 0  # requests with an objective that ended, refused ones included
     num_objectives_met: int = 0
 
 
-class LoraFigures(msgspec.Struct):
-    """Requests of an adapter: in snapshots current numbers, and sums since the engine's start."""
-
-    num_running: int = 0
+class LoraFigures(RequestFigures):
+    num_running: int = 0  # in snapshots
     num_waiting: int = 0
-    num_requests: int = 0
-    num_prompt_tokens: int = 0  # of started requests that ended
-    num_output_tokens: int = 0
 
 
 class EngineStats(msgspec.Struct):

@@ -68,19 +68,17 @@ def test_tokens_are_those_of_merged_models(models: Models, max_loras: int, max_c
             assert found == [one for name in ("a", "", "c", "b", "a") for one in models.tokens[name]]
 
 
-def test_adapters_are_loaded_at_run_time(models: Models) -> None:
-    with load(models.base, enable_lora=True, max_lora_rank=4) as llm:
-        with pytest.raises(NotFound, match=r"LoRA x is not supported, we currently support \[\]"):
+def test_a_name_and_what_is_wrong_with_it(models: Models) -> None:
+    write_peft(models.folder / "e", models.base, rank=8)
+    with load(models.base, enable_lora=True, max_lora_rank=4, lora_modules=modules(models, "aef")) as llm:
+        with pytest.raises(NotFound, match=r"LoRA x is not supported, we currently support \['a', 'e', 'f'\]"):
             llm.generate({"input_ids": [5]}, GREEDY, lora_name="x", use_tqdm=False)
-        for name in ("a", "b"):  # a new version
-            llm.load_lora("x", models.folder / name)
-            assert tokens_of(llm, ["x"]) == models.tokens[name]
-        with pytest.raises(NotFound, match="there is no folder"):
-            llm.load_lora("y", models.folder / "nowhere")
-        with pytest.raises(InvalidRequest, match=r"LoRA y: .* rank 8"):
-            llm.load_lora("y", write_peft(models.folder / "large", models.base, rank=8))
-        (result,) = llm.generate({"input_ids": PROMPTS[0]}, GREEDY, lora_name="x", use_tqdm=False)
-        assert result.token_ids == models.tokens["b"][0]
+        given = {
+            name: llm.generate({"input_ids": PROMPTS[0]}, GREEDY, lora_name=name, use_tqdm=False) for name in "aef"
+        }
+        assert given["a"][0].token_ids == models.tokens["a"][0]
+        for name, kind, text in (("e", InvalidRequest, " rank 8, "), ("f", NotFound, "there is no folder ")):
+            assert isinstance(error := given[name][0].error, kind) and text in error.message
 
 
 def test_a_defective_adapter_ends_its_requests_alone(models: Models) -> None:
@@ -95,8 +93,5 @@ def test_a_defective_adapter_ends_its_requests_alone(models: Models) -> None:
 
 
 def test_adapters_that_are_not_enabled(models: Models) -> None:
-    with load(models.base) as llm:
-        with pytest.raises(Unsupported, match="Set enable_lora to true"):
-            llm.generate({"input_ids": [5]}, GREEDY, lora_name="a", use_tqdm=False)
-        with pytest.raises(Unsupported, match="Set enable_lora to true"):
-            llm.load_lora("a", models.folder / "a")
+    with load(models.base) as llm, pytest.raises(Unsupported, match="Set enable_lora to true"):
+        llm.generate({"input_ids": [5]}, GREEDY, lora_name="a", use_tqdm=False)

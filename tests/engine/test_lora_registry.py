@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -183,6 +185,29 @@ def test_files_that_change_under_a_version(tmp_path: Path) -> None:
     assert harness.ask("a").weights.text == "another"
 
 
+@pytest.mark.parametrize("change", ["write", "touch", "replace", "add"])
+def test_files_that_change_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Ranks may have read other parts than this process."""
+    harness = Harness(tmp_path, "a")
+    weights, read = tmp_path / "a" / "weights", harness.runner.read_lora
+    changes: dict[str, Callable[[], object]] = {
+        "write": lambda: weights.write_text("another"),
+        "touch": lambda: os.utime(weights, (1, 1)),
+        "replace": lambda: shutil.copy(weights, tmp_path / "copy") and (tmp_path / "copy").rename(weights),
+        "add": (tmp_path / "a" / "adapter_config.json").touch,
+    }
+
+    def read_and_change(folder: Path) -> object:
+        found = read(folder)
+        changes[change]()
+        return found
+
+    monkeypatch.setattr(harness.runner, "read_lora", read_and_change)
+    assert "files changed after they were read: load it again" in message(harness.load("new", "a"))
+    monkeypatch.undo()
+    assert harness.load("new", "a") == ""
+
+
 def test_unloaded_names_are_unknown(tmp_path: Path) -> None:
     harness = Harness(tmp_path, "ab")
     lora = harness.ask("a")
@@ -290,6 +315,10 @@ def test_only_so_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidRequest, match="2 adapters are loaded: at most 2 may; unload one"):
         harness.order("load", "c", "c")
     assert harness.load("a", "c") == ""
+    harness.order("unload", "b")
+    harness.order("load", "b", "c")  # not read yet
+    with pytest.raises(InvalidRequest, match="at most 2 may"):
+        harness.order("load", "c", "c")
 
 
 def test_the_least_recently_used_weights_make_room(tmp_path: Path) -> None:

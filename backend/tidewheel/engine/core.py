@@ -241,15 +241,12 @@ def _no_tokens(batch: ScheduledBatch) -> SampledTokens:
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
     """Return a batch of some rows, without block copies: the blocks may hold other data by now."""
     dropped = set(batch.rows[~keep].tolist())
+    names = ("rows", "start_positions", "num_scheduled_tokens", "samples", "lora_slots", "draft_tokens")
+    columns = {name: column[keep] for name in names if len(column := getattr(batch, name))}
     return replace(
         batch,
+        **columns,
         new_rows=tuple(new for new in batch.new_rows if new.row not in dropped),
-        rows=batch.rows[keep],
-        start_positions=batch.start_positions[keep],
-        num_scheduled_tokens=batch.num_scheduled_tokens[keep],
-        samples=batch.samples[keep],
-        lora_slots=batch.lora_slots[keep] if len(batch.lora_slots) else batch.lora_slots,
-        draft_tokens=batch.draft_tokens[keep] if len(batch.draft_tokens) else batch.draft_tokens,
         num_decodes=int(keep[: batch.num_decodes].sum()),
         num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
         transfers=NO_TRANSFERS,

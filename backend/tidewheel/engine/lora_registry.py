@@ -99,7 +99,7 @@ class LoraRegistry:
         """Carry out `lora_order`. Call `answer` once, here or in `poll`, or raise the order's error."""
         name = options.lora_name
         if options.lora_order == "load":
-            self.read_version(name, self._lora_dir / options.lora_path, answer, below=self._lora_dir)
+            self._read_version(name, self._lora_dir / options.lora_path, answer)
         elif options.lora_order == "unload":
             self.find(name)
             self._retire(name)
@@ -113,18 +113,16 @@ class LoraRegistry:
             ]
             answer(FinishReason.STOP, msgspec.json.encode(rows).decode())
 
-    def read_version(self, name: str, folder: Path, answer: Answer, *, below: Path | None = None) -> None:
-        """Queue a new version of an adapter to be read. Its folder must lie below `below`, if that is given.
-
-        `answer`: as of `take_order`. Raise `Unsupported`, `InvalidRequest` or `Busy`.
-        """
+    def _read_version(self, name: str, folder: Path, answer: Answer) -> None:
+        """Queue a new version of an adapter to be read, from a client's folder."""
         self._check_enabled()
-        if name not in self._loras and len(self._loras) >= MAX_LORA_NAMES:
-            raise InvalidRequest(f"{len(self._loras)} adapters are loaded: at most {MAX_LORA_NAMES} may; unload one")
+        names = self._loras.keys() | {lora.name for lora in self.reads}
+        if name not in names and len(names) >= MAX_LORA_NAMES:
+            raise InvalidRequest(f"{len(names)} adapters are loaded: at most {MAX_LORA_NAMES} may; unload one")
         if len(self.reads) >= MAX_READS:
             raise Busy(f"{MAX_READS} adapters wait to be read: send the order later", retry_after_ms=RETRY_AFTER_MS)
         lora = Lora(name, next(self._versions), folder)
-        self.reads[lora] = self._executor.submit(self._read, lora, below), answer
+        self.reads[lora] = self._executor.submit(self._read, lora, self._lora_dir), answer
 
     def poll(self) -> None:
         """Take weights that were read since the last call. Call it between two steps."""
@@ -198,14 +196,21 @@ class LoraRegistry:
                 raise InvalidRequest(f"lora_path leads to {folder}: it must lie below lora_dir, {below}")
             if not folder.is_dir():
                 raise NotFound(f"LoRA {lora.name}: there is no folder {folder}")
-            stamp = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
-            if lora.stamp not in (None, stamp):  # cached blocks are of the older files
+            before = lora.stamp or _stamp(folder)  # cached blocks, and other ranks' parts, are of the same files
+            weights = self._runner.read_lora(folder)
+            if _stamp(folder) != before:
                 raise InvalidRequest(f"LoRA {lora.name}: its files changed after they were read: load it again")
-            lora.folder, lora.stamp = folder if below is not None else lora.folder, stamp
-            return self._runner.read_lora(folder)
+            lora.folder, lora.stamp = folder if below is not None else lora.folder, before
+            return weights
         except (ConfigError, OSError) as error:
             raise InvalidRequest(f"LoRA {lora.name}: {error}") from None
 
     def _check_enabled(self) -> None:
         if not self._is_enabled:  # the first sentence is that of Triton's vLLM backend
             raise Unsupported("LoRA feature is not enabled. Set enable_lora to true")
+
+
+def _stamp(folder: Path) -> object:
+    """Return what changes with any file of a folder."""
+    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    return [(name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats]

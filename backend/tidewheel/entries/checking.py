@@ -162,8 +162,12 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
 
     judge = ModelJudge(settings.engine, is_this_machine=entry.is_this_machine)
     yield from located(entry, "model", (at_setting(entry, problem) for problem in judge.problems()))
-    refused = (_adapter_problem(entry, name, reason) for name, reason in judge.refused_adapters())
-    yield from located(entry, "multi-lora", refused)
+    for name, reason in judge.refused_adapters():
+        if "lora_modules" in entry.settings:
+            problem = at_setting(entry, error("", f"lora_modules: {name}: {reason}"))
+        else:
+            problem = error(name, f"{name}: {reason}", file=entry.lora_path)
+        yield from located(entry, "multi-lora", [problem])
     if judge.needs is not None:
         report.needs[entry.name] = (settings.engine, judge.needs)
     if judge.implementation:
@@ -172,12 +176,6 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
         report.kv_cache[entry.name] = judge.cache_of_a_request
     if judge.memory:
         report.memory[entry.name] = judge.memory
-
-
-def _adapter_problem(entry: Entry, name: str, reason: str) -> Problem:
-    if "lora_modules" in entry.settings:
-        return at_setting(entry, error("", f"lora_modules: {name}: {reason}"))
-    return error(name, f"{name}: {reason}", file=entry.lora_path)
 
 
 def _judge_one_shot(entry: Entry, config: EngineConfig, report: CheckReport) -> Iterator[Problem]:

@@ -45,7 +45,6 @@ class LoraDirectory:
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
         self._loras: dict[str, ServedLora] = {}  # by MODEL/NAME, and by NAME where no other model or adapter has it
-        self.listed: dict[str, ServedLora] = {}  # each once, by NAME where possible
         self._reading = asyncio.Lock()
         self._read_at = -math.inf
 
@@ -66,11 +65,12 @@ class LoraDirectory:
             }
             uses = Counter([*self._upstreams.models, *loras, *(lora.name for lora in loras.values())])
             self._loras = loras | {lora.name: lora for lora in loras.values() if uses[lora.name] == 1}
-            self.listed = {name: one for name, one in self._loras.items() if name == one.name or uses[one.name] > 1}
 
-    async def _read_now(self) -> None:
-        self._read_at = -math.inf
-        await self.read()
+    @property
+    def listed(self) -> dict[str, ServedLora]:
+        """Return each adapter once, by NAME where possible."""
+        known = self._loras
+        return {name: one for name, one in known.items() if name == one.name or known.get(one.name) is not one}
 
     async def find(self, name: str) -> ServedLora | None:
         """Return the adapter of a name, None if it has none. Raise `InvalidRequest` if several models have one."""
@@ -80,9 +80,10 @@ class LoraDirectory:
             await self.read()
         elif time.monotonic() - self._read_at > MAX_LIST_AGE_S:
             self._upstreams.run(self.read())
-        if name not in self._loras and (full := sorted(one for one in self.listed if self.listed[one].name == name)):
+        found = self._loras.get(name)
+        if found is None and (full := sorted(each for each, one in self._loras.items() if one.name == name)):
             raise InvalidRequest(f"model is {name!r}, an adapter of several models: send {' or '.join(full)}")
-        return self._loras.get(name)
+        return found
 
     async def resolve(self, request: UpstreamRequest, name: str, tasks: Sequence[Task]) -> Task:
         """Set a request's model, and its adapter if `name` is one. Return the task. Raise `RequestError`."""
@@ -107,7 +108,7 @@ class LoraDirectory:
         body, _ = read_fields(fields, LoadLoraBody)
         name = body.lora_name
         model, _ = self._upstreams.model(body.model, ("generate",))
-        await self._read_now()
+        await self.read()
         servers = self._servers(model)
         if not body.load_inplace and all(name in one.loras.get(model, ()) for one in servers):
             raise InvalidRequest(f"lora_name is {name!r}, which is loaded: send load_inplace true to replace it")
@@ -117,7 +118,7 @@ class LoraDirectory:
     async def unload(self, fields: Fields) -> str:
         """Unload an adapter on all ready servers that have it. Return vLLM's answer. Raise `RequestError`."""
         body, _ = read_fields(fields, UnloadLoraBody)
-        await self._read_now()
+        await self.read()
         lora = await self.find(f"{body.model}/{body.lora_name}" if body.model else body.lora_name)
         if lora is None:
             raise NotFound(f"lora_name is {body.lora_name!r}: no served model has this adapter")
@@ -131,7 +132,7 @@ class LoraDirectory:
         """Have servers load or unload an adapter. Raise the first error after all have answered."""
         calls = (order(one.client(model), *names, timeout_s=ORDER_LIMIT_S) for one in servers)
         results = await asyncio.gather(*calls, return_exceptions=True)
-        await self._read_now()
+        await self.read()
         for error in filter(None, results):
             raise error
 

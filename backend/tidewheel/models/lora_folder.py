@@ -49,6 +49,7 @@ class LoraWeights:
     by_layer: Mapping[str, Sequence[LoraMatrices | None]]  # by `Linear.name`, in the order of the layer's parts
     rank: int  # largest
     num_bytes: int
+    number: int = -1  # that ranks know it by
 
 
 def read_lora_config(folder: Path) -> ConfigFields:

@@ -113,7 +113,7 @@ class RecordingScheduler(Scheduler):
         self._recorder = recorder
         self._clock = clock
         self._prefixes: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # states of `PrefixNames`
-        self._lora_events: dict[str, events.LoraEvent] = {}  # last one of each adapter
+        self._lora_events: WeakKeyDictionary[Lora, events.LoraEvent] = WeakKeyDictionary()  # last ones
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         if (lora := requests[0].lora) is not None:
@@ -191,11 +191,11 @@ class RecordingScheduler(Scheduler):
 
     def _note_loras(self, loras: Iterable[Lora]) -> None:
         for lora in loras:
-            name, error = self._lora_name(lora), "" if lora.error is None else lora.error.tag
-            event = events.LoraEvent(name, lora.weights is not None, error)
-            if event != self._lora_events.get(name, events.LoraEvent(name, False, "")):
+            error = "" if lora.error is None else lora.error.tag
+            event = events.LoraEvent(self._lora_name(lora), lora.weights is not None, error)
+            if event != self._lora_events.get(lora):
                 self._recorder.write(event)
-            self._lora_events[name] = event
+                self._lora_events[lora] = event
 
     def _lora_name(self, lora: Lora | None) -> str:
         return "" if lora is None else f"{self._recorder.tenant(lora.name)}:{lora.version}"

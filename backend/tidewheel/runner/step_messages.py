@@ -54,7 +54,7 @@ def encode_step(batch: ScheduledBatch, loras: LeaderLoras) -> bytes:
             [_row_message(new) for new in batch.new_rows],
             [_bytes(ids) for ids in transfers],
             batch.weights,
-            [(slot, loras.number(lora.weights)) for slot, lora in batch.lora_loads],
+            [(slot, lora.weights.number) for slot, lora in batch.lora_loads],
             loras.take_dropped(),
         )
     )

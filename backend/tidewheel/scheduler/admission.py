@@ -12,7 +12,7 @@ from tidewheel.scheduler.lora_figures import OTHERS, LoraFigureTable, label_of
 from tidewheel.scheduler.queue import MAX_DISPLACED
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.tenancy import TenantTable
-from tidewheel.stats import TenantFigures, WaitingRoom
+from tidewheel.stats import RequestFigures, TenantFigures, WaitingRoom
 from tidewheel.tenants import EVERYBODY, limits_of
 
 MAX_LABELS = 64
@@ -79,7 +79,7 @@ class AdmissionControl:
         figures, count, lora = self._figures(requests[0].tenant), len(requests), requests[0].lora
         figures.num_requests += count
         if lora is not None:
-            self.lora_figures.add_requests(lora.name, count)
+            self.lora_figures.of(lora.name, is_new=True).num_requests += count
         for request in requests:
             request.priority = limits_of(self._state.config.tenants, request.tenant).granted(request.priority)
         try:
@@ -93,8 +93,6 @@ class AdmissionControl:
 
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)
-        if request.lora is not None and request.lora.error is not None:
-            raise request.lora.error
         self._check_size(request, count)
         if not state.columns.num_paced:
             self._estimate.step_tokens = state.config.max_num_batched_tokens  # the last step may have been cut
@@ -152,15 +150,17 @@ class AdmissionControl:
         self._lora_limits.settle(request, now)
         if request.finish_reason is not FinishReason.CANCELLED:
             self._count_objective(request)
-        figures, reason = self._figures(request.tenant), request.finish_reason
+        tenant, reason = self._figures(request.tenant), request.finish_reason
         is_refusal = isinstance(request.error, Busy | DeadlineExceeded)
         if request.first_scheduled_time is not None:
-            figures.num_prompt_tokens += request.num_prompt_tokens
-            figures.num_output_tokens += request.num_output_tokens
+            sums: list[RequestFigures] = [tenant]
             if request.lora is not None:
-                self.lora_figures.add_ended(request, request.lora.name)
+                sums.append(self.lora_figures.of(request.lora.name))
+            for figures in sums:
+                figures.num_prompt_tokens += request.num_prompt_tokens
+                figures.num_output_tokens += request.num_output_tokens
         elif is_refusal:
-            figures.num_rejected += 1
+            tenant.num_rejected += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             if not request.bucket:
                 self._state.predictor.observe(

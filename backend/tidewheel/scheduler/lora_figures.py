@@ -31,16 +31,12 @@ class LoraFigureTable:
         self._figures = figures
         self._random = random.Random(0)  # noqa: S311 - no secret
 
-    def add_requests(self, name: str, count: int) -> None:
+    def of(self, name: str, *, is_new: bool = False) -> LoraFigures:
+        """Return the figures under an adapter's label. `is_new`: of a request that arrives."""
         label = label_of(name)
-        if label not in self._figures:
+        if is_new and label not in self._figures:
             self._add_label(label)
-        self._figures_of(name).num_requests += count
-
-    def add_ended(self, request: Request, name: str) -> None:
-        figures = self._figures_of(name)
-        figures.num_prompt_tokens += request.num_prompt_tokens
-        figures.num_output_tokens += request.num_output_tokens
+        return self._figures.get(label) or self._figures[OTHERS]
 
     def count(self, unfinished: Iterable[Request]) -> None:
         """Count running and waiting requests."""
@@ -50,12 +46,9 @@ class LoraFigureTable:
             figures.num_running = figures.num_waiting = 0
         for request in unfinished:
             if request.lora is not None:
-                figures = self._figures_of(request.lora.name)
+                figures = self.of(request.lora.name)
                 figures.num_running += request.row >= 0
                 figures.num_waiting += request.row < 0
-
-    def _figures_of(self, name: str) -> LoraFigures:
-        return self._figures.get(label_of(name)) or self._figures[OTHERS]
 
     def _add_label(self, label: str) -> None:
         self._figures.setdefault(OTHERS, LoraFigures())

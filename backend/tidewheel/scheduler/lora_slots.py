@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -58,22 +58,13 @@ class LoraSlots:
         self._slots = [_Slot(number) for number in range(num_slots)]
         self._slot_of: dict[Lora, _Slot] = {}
         self._slots_of_rows: Int32Array = np.full(columns.num_rows, NO_SLOT, dtype=np.int32)
-        self._waiting: dict[Lora, dict[Request, float]] = {}  # since when, oldest first
-        self._missing: dict[Lora, None] = {}  # that lack weights, in the order of service
+        self.waiting: dict[Lora, dict[Request, float]] = {}  # since when, oldest first
         self._refused: dict[Lora, int] = {}  # best class refused in this step, by adapter without a slot
         self._best_classes: list[int] | None = None  # of the slots' rows, in this step
         self._loads: list[LoraLoad] = []
 
     def configure(self, ageing_s: float, *, by_class: bool) -> None:
         self._ageing_s, self._by_class = ageing_s, by_class
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
-
-    @property
-    def waiting(self) -> set[Lora]:
-        return set(self._waiting)
 
     @property
     def running(self) -> set[Lora]:
@@ -85,7 +76,7 @@ class LoraSlots:
 
     def failed_requests(self) -> list[Request]:
         """Return the waiting requests whose adapters could not be read."""
-        leaders = [one for lora, group in self._waiting.items() if lora.error is not None for one in group]
+        leaders = [one for lora, group in self.waiting.items() if lora.error is not None for one in group]
         return [member for leader in leaders for member in (*leader.followers, leader)]
 
     def begin_step(self, candidates: Iterator[Request]) -> list[int]:
@@ -93,14 +84,12 @@ class LoraSlots:
 
         Weights are asked for here alone, since the loader may drop others for them.
         """
-        before, self._missing = self._missing, {}
         self._refused.clear()
         self._best_classes = None
         first = (request.lora for request in islice(candidates, LOOK_AHEAD) if request.lora is not None)
-        for lora in (*first, *before):
-            if lora not in self._slot_of and lora in self._waiting:
-                self._note_missing(lora)
-        for lora in self._missing:
+        nearest = dict.fromkeys(chain(first, self.waiting))
+        missing = (lora for lora in nearest if lora.weights is None and lora not in self._slot_of)
+        for lora in list(islice(missing, len(self._slots))):
             self.load(lora)
         rows: list[int] = []
         for slot in self._slots:
@@ -125,7 +114,7 @@ class LoraSlots:
         return [int(row) for row in rows.nonzero()[0]] if self._best_class_in(slot) >= least else []
 
     def admissible(self, candidates: Iterable[Request]) -> Iterator[Request]:
-        """Yield the requests whose adapter has a slot or can get one. Note missing weights, and reserve slots."""
+        """Yield the requests whose adapter has a slot or can get one. Reserve slots for others."""
         for request in candidates:
             if request.lora is None or self._may_enter(request, request.lora):
                 yield request
@@ -137,7 +126,6 @@ class LoraSlots:
         service_class = self._class_of(request)
         if service_class >= self._refused.get(lora, _NO_CLASS):
             return False
-        self._note_missing(lora)
         if lora.weights is not None:
             if self._free_slot(lora) is None:
                 self._reserve(request)
@@ -146,27 +134,15 @@ class LoraSlots:
         self._refused[lora] = service_class
         return False
 
-    def _note_missing(self, lora: Lora) -> None:
-        """Let `begin_step` ask for the adapter's weights, if they are not loaded."""
-        if lora.weights is None and len(self._missing) < len(self._slots):
-            self._missing[lora] = None
-
     def _free_slot(self, lora: Lora) -> _Slot | None:
         """Return the adapter's slot-to-be: one reserved for it, an empty one, or the least recently used."""
-        free = (
-            slot
-            for slot in self._slots
-            if not slot.num_rows and (slot.reserved_for is None or slot.reserved_for.lora is lora)
-        )
+
+        def place(slot: _Slot) -> tuple[bool, bool, bool, float]:
+            return slot.reserved_for is None, slot.lora is not None, slot.lora in self.waiting, slot.last_use
+
+        empty = (slot for slot in self._slots if not slot.num_rows)
         return min(
-            free,
-            key=lambda slot: (
-                slot.reserved_for is None,
-                slot.lora is not None,
-                slot.lora in self._waiting,
-                slot.last_use,
-            ),
-            default=None,
+            (s for s in empty if s.reserved_for is None or s.reserved_for.lora is lora), key=place, default=None
         )
 
     def _is_open(self, slot: _Slot, request: Request) -> bool:
@@ -213,7 +189,7 @@ class LoraSlots:
     def _seconds_waited(self, request: Request) -> float:
         """Return how long the oldest request of the request's adapter has waited."""
         assert request.lora is not None
-        return self.now - next(iter(self._waiting[request.lora].values()))
+        return self.now - next(iter(self.waiting[request.lora].values()))
 
     def _class_of(self, request: Request) -> int:
         return request.service_class if self._by_class else 0
@@ -226,12 +202,12 @@ class LoraSlots:
         return self._best_classes[slot.number]
 
     def wait(self, request: Request, lora: Lora, since: float) -> None:
-        self._waiting.setdefault(lora, {})[request] = since
+        self.waiting.setdefault(lora, {})[request] = since
 
     def stop_waiting(self, request: Request, lora: Lora) -> None:
-        del self._waiting[lora][request]
-        if not self._waiting[lora]:
-            del self._waiting[lora]
+        del self.waiting[lora][request]
+        if not self.waiting[lora]:
+            del self.waiting[lora]
 
     def enter(self, request: Request, lora: Lora) -> None:
         """Let the request's row hold its adapter's slot; order the load if the adapter has none."""
@@ -293,5 +269,5 @@ class LoraSlots:
             count = int(np.count_nonzero(self._slots_of_rows == slot.number))
             require(slot.num_rows == count, f"slot {slot.number} counts {slot.num_rows} rows of {count}")
         expected = {request for request in waiting if request.lora is not None}
-        require({one for group in self._waiting.values() for one in group} == expected, "waiting adapters are lost")
-        require(all(self._waiting.values()), "an adapter without requests waits")
+        require({one for group in self.waiting.values() for one in group} == expected, "waiting adapters are lost")
+        require(all(self.waiting.values()), "an adapter without requests waits")

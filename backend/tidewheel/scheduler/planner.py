@@ -52,7 +52,7 @@ class StepPlanner:
 
     def plan(self) -> StepPlan:
         state, plan = self._state, self._plan
-        if state.loras.has_waiting:
+        if state.loras.waiting:
             for row in state.loras.begin_step(state.waiting.candidates(with_new=True)):
                 state.preempt(row, self._now)
         decode_rows, decode_starts, chunk_rows = state.columns.gaps()
@@ -202,7 +202,7 @@ class StepPlanner:
             for request in candidates
             if request.request_id not in self._skipped and bucket in (None, request.bucket)
         )
-        if state.loras.has_waiting:
+        if state.loras.waiting:
             waiting = state.loras.admissible(waiting)
         if self._by_cache and not self._needs_row():
             before = self._now - state.config.ageing_s

@@ -10,7 +10,7 @@ from support.one_shot.fake_adapter import BAD, FakeAdapter
 from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError
-from tidewheel.one_shot.adapters import with_kind
+from tidewheel.one_shot.adapters import Adapter, with_kind
 from tidewheel.one_shot.runner import OneShotRunner
 from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
 from tidewheel.request import Request
@@ -24,7 +24,7 @@ def items(inputs: Arrays) -> np.ndarray:
 class Ran:
     """One step over requests with these inputs."""
 
-    def __init__(self, adapter: FakeAdapter, *inputs: Arrays, **options: Any) -> None:
+    def __init__(self, adapter: Any, *inputs: Arrays, **options: Any) -> None:
         signature = adapter.signature.with_settings(options.pop("batch_axes", {}), options.pop("buckets", {}))
         config = EngineConfig.from_settings(with_kind({"model": "m.onnx", **options}))
         self.runner = OneShotRunner(adapter, signature, config)
@@ -67,6 +67,13 @@ def test_inputs_are_padded_to_their_bucket_and_outputs_cut(count: int) -> None:
     ran = Ran(FakeAdapter(), *[x([4.0, 9.0]), x([1.0, 4.0, 9.0])][:count], buckets={"L": [4, 8]})
     assert ran.adapter.shapes == [(count, 4)]
     assert [request.outputs["y"].tolist() for request in ran.requests] == [[[2.0, 3.0]], [[1.0, 2.0, 3.0]]][:count]
+
+
+def test_an_input_without_a_batch_is_padded_in_its_first_dimension() -> None:
+    signature = Signature((TensorSpec("x", "FP32", ("L",)),), (TensorSpec("n", "INT32", (1,)),))
+    adapter = Adapter(signature, "cpu", 0, lambda inputs: {"n": np.array([inputs["x"].size], np.int32)})
+    ran = Ran(adapter, {"x": np.ones(3, np.float32)}, buckets={"L": [4]})
+    assert ran.requests[0].outputs["n"].tolist() == [4]
 
 
 def test_one_request_that_raises_fails_alone(caplog: pytest.LogCaptureFixture) -> None:

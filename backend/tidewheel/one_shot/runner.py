@@ -145,18 +145,19 @@ class OneShotRunner:
 
     def _joined(self, spec: TensorSpec, inputs: Sequence[Arrays]) -> Array:
         """Return an input of several requests in one array: the request's own if it is alone and needs no padding."""
-        arrays = [each[spec.name] for each in inputs]
+        arrays, axis = [each[spec.name] for each in inputs], spec.batch_axis
         shape = list(self._signature.padded(spec, arrays[0].shape))
-        axis = spec.batch_axis
-        if axis is None or len(arrays) == 1:
-            if shape == list(arrays[0].shape):
-                return arrays[0]
-            arrays, axis = arrays[:1], axis or 0
-        shape[axis] = sum(array.shape[axis] for array in arrays)
+        if axis is None:
+            arrays = arrays[:1]  # all are equal
+        else:
+            shape[axis] = sum(array.shape[axis] for array in arrays)
+        if shape == list(arrays[0].shape):
+            return arrays[0]
         joined, begin = self._room(spec.name, shape, arrays[0].dtype), 0
         for array in arrays:
             place = [slice(size) for size in array.shape]
-            place[axis] = slice(begin, begin := begin + array.shape[axis])
+            if axis is not None:
+                place[axis] = slice(begin, begin := begin + array.shape[axis])
             joined[tuple(place)] = array
         return joined
 

@@ -18,10 +18,8 @@ from tidewheel.server import repository
 APPLICATION, REPLICA, GATEWAY = "tidewheel", "replica", "gateway"  # names in Ray Serve
 MAX_REPLICAS = 1024
 DAY_S = 86_400
-# The cluster gives the bounds.
-_POLICY_SETTINGS = [
-    field.name for field in fields(ScalingSettings) if field.name not in ("min_replicas", "max_replicas")
-]
+_NOT_SET = ("min_replicas", "max_replicas", "ongoing_per_replica")  # the cluster's own bounds; of a simulation alone
+_POLICY_SETTINGS = [field.name for field in fields(ScalingSettings) if field.name not in _NOT_SET]
 _RANGES = (
     ("replicas", 0, MAX_REPLICAS),
     ("max_replicas", 0, MAX_REPLICAS),

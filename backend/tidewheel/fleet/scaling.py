@@ -70,7 +70,7 @@ class ScalingSettings:
     cool_down_s: float = 60.0  # between a change and a scale-down
     idle_to_zero_s: float = 600.0
     waiting_per_replica: int = 8
-    ongoing_per_replica: int = 2  # of rule `ongoing`; Ray Serve's default
+    ongoing_per_replica: int = 2  # of the simulator's `ongoing`; Ray Serve's default
     cache_usage: float = 0.8
     max_num_seqs: int = 256
     replica_tokens_per_s: float = 0.0  # capacity; 0: learned from full replicas

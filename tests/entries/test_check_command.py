@@ -17,12 +17,13 @@ from support.models.gguf_files import write_model
 from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.cli.main import main
 from tidewheel.entries import model_rules
-from tidewheel.entries.checking import RULES, check
+from tidewheel.entries.checking import check
 from tidewheel.entries.config_rules import CONFIG_RULES
 from tidewheel.entries.findings import Finding, Problem, error
 from tidewheel.runner import device
 from tidewheel.server.repository import write_entry
 
+RULES = ("syntax", "folder", "backend", "settings", "model", "together")  # beside `CONFIG_RULES`
 MISSPELT = f"""backend: "tidewheel"  # ours
 model_transaction_polici {{ decoupled: true }}
 

@@ -29,7 +29,6 @@ from tidewheel.settings import nearest
 if TYPE_CHECKING:
     from tidewheel.entries.model_rules import MemoryNeeds
 
-RULES = ("syntax", "folder", "backend", "settings", "model", "together")  # beside `CONFIG_RULES`
 _UNREAD = (("schema", "error"), ("model-json", "error"))  # with these, a model that is set may not be seen
 _MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`
 

@@ -52,13 +52,12 @@ class TestDecodeCost:
         assert cost.seconds(4) == pytest.approx(0.01 * 2 ** (math.log(4) / math.log(6)), rel=1e-6)
         assert cost.seconds(64) == pytest.approx(0.04 * 64 / 24)
 
-    def test_without_a_measurement_it_begins_with_a_small_slope_and_learns(self) -> None:
+    def test_without_a_measurement_it_learns(self) -> None:
         cost = DecodeCost(16)
-        assert ratio(cost, 1, 1) == pytest.approx(1.05)
         for _ in range(30):
-            cost.observe(DecodeStep(1), 0.01)
-            cost.observe(DecodeStep(1, 7, 7), 0.03)
-        assert cost.seconds(1) == pytest.approx(0.01, rel=0.05)
+            cost.observe(DecodeStep(1), 0.1)
+            cost.observe(DecodeStep(1, 7, 7), 0.3)
+        assert cost.seconds(1) == pytest.approx(0.1, rel=0.05)
         assert ratio(cost, 1, 7, 7) == pytest.approx(3.0, rel=0.1)
 
     @pytest.mark.parametrize("step", [DecodeStep(8), DecodeStep(8, 24, 3)])
@@ -89,6 +88,15 @@ class TestDecodeCost:
             cost.observe(DecodeStep(4), seconds_of(GPU, 4))
             cost.observe(DecodeStep(4, 16, 4), 1.4 * seconds_of(GPU, 20))
         assert ratio(cost, 4, 16, 4) == pytest.approx(1.4 * seconds_of(GPU, 20) / seconds_of(GPU, 4), rel=0.05)
+
+    def test_it_tells_waiting_from_drafts(self) -> None:
+        cost = DecodeCost(576, GPU)
+        for _ in range(30):
+            cost.observe(DecodeStep(4), seconds_of(GPU, 4))
+            cost.observe(DecodeStep(4, has_waited=True), 1.3 * seconds_of(GPU, 4))
+            cost.observe(DecodeStep(4, 16, 4, has_waited=True), 1.3 * 1.2 * seconds_of(GPU, 20))
+        assert cost.wait == pytest.approx(0.3, abs=0.02)
+        assert ratio(cost, 4, 16, 4) == pytest.approx(1.56 * seconds_of(GPU, 20) / seconds_of(GPU, 4), rel=0.05)
 
     def test_drafts_never_make_a_step_cheaper(self) -> None:
         cost = DecodeCost(64, GPU)
@@ -168,6 +176,14 @@ class TestChoice:
 
     def test_none_is_taken_if_the_gain_is_within_the_errors(self) -> None:
         assert not choose(learned(GPU, 8, [0.01] * 8), 8).any()
+
+    def test_a_step_that_waits_for_nothing_is_charged(self) -> None:
+        chooser = learned(GPU, 2, [0.95] * 2)
+        for _ in range(20):
+            chooser.observe_step(np.arange(2), ints(1, 1), DecodeStep(2), seconds_of(GPU, 2))
+        for _ in range(5):
+            chooser.observe_step(np.arange(2), ints(1, 1), DecodeStep(2, has_waited=True), 1.2 * seconds_of(GPU, 2))
+        assert chooser.balances == pytest.approx([-1.0] * 2, abs=0.1)
 
     def test_the_most_probable_come_first(self) -> None:
         chosen = choose(learned(GPU, 4, [0.95, 0.4, 0.95, 0.4]), 4)

@@ -233,8 +233,9 @@ class StepControl:
         if state.turns is not None and step.turn is not None:
             state.turns.pay(step.turn, batch.num_tokens, seconds)
         state.step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
-        if state.speculation is not None:
-            state.speculation.observe_step(batch, seconds)
+        if state.speculation is not None and not step.started:
+            interval = now - last if step.has_waited else seconds
+            state.speculation.observe_step(batch, interval, has_waited=step.has_waited)
         if state.columns.num_paced:
             self._paced_time.observe(batch.num_tokens, seconds, now)
         num_started_tokens = sum([request.num_prompt_tokens for request in step.started])

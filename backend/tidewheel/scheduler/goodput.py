@@ -21,6 +21,7 @@ MARGIN = 0.03  # least gain of drafts: it covers errors of the estimates
 SLACK_TOKENS = 1.0  # that drafts may cost a request
 SLACK = 0.02  # the same in proportion to its tokens
 CREDIT = 1.0  # most tokens that a request's own drafts count before they are tested
+WAIT_CREDIT = 3.0  # the same, in waits
 
 _PRIOR_RATE = 0.5  # acceptance of a kind before any test
 _PRIOR_TESTS = 8.0  # weight of that rate
@@ -30,14 +31,12 @@ _KIND_TESTS = 4.0  # weight of the kind's rate beside a row's own tests
 _LEAST_FAILURE = 0.005
 _LEAST_RATE = 0.02  # of a draft that is considered
 
-_SLOPE = 0.05  # of a step's seconds by entries, before any was measured
+_UNMEASURED = (1, 0.01), (8, 0.0135), (64, 0.04)  # entries and seconds of steps, before any was measured
 _NOISE = 0.1  # standard deviation of a step's log seconds, as the spreads below
 _PACE_DRIFT = 0.03  # per step: other programs come and go
-_PACE_SPREADS = 5.0, 0.3  # without and with a measurement
-_SIZE_SPREADS = 0.3, 0.1  # the same, from one size to twice as many entries
-_DRAFT_SPREAD = 0.15  # of a step with drafts against one without
-_DEPTH_SPREAD = 0.1  # of each doubling of the longest row's entries
-_COST_FORGET = 0.998  # per step, of all but the pace
+_FIRST_SPREADS = 0.3, 0.15, 0.3, 0.1  # of pace, overhead, wait and depth
+_SIZE_SPREADS = 0.1, 0.3  # from one size to twice as many entries, measured and beyond
+_COST_FORGET = 0.998  # per step
 _MOST_SURPRISE = 3.0  # spreads that a step counts as at most: one pause does not mislead
 _JUMP = 0.2  # spread of the pace after such a step
 _MOST_OFF = 1.25  # factor from a step's estimate to the seconds that its rows pay
@@ -56,45 +55,42 @@ class DecodeStep(NamedTuple):
     num_rows: int
     num_drafts: int = 0
     most_drafts: int = 0  # of a row
+    has_waited: bool = False  # for tokens that drafts may follow, where other steps are launched ahead
 
 
 class DecodeCost:
     """Estimate of a decode step's seconds.
 
-    ``log seconds ≈ size(entries) + pace + [has drafts] · overhead + log2(1 + most drafts) · depth``, where `size` is
-    interpolated between powers of two. A Kalman filter (1960) follows the deviations of all terms from the seconds
-    measured at load, in proportion beyond the largest size. Steps without drafts show the pace too, so a busy
-    neighbour is not taken for the cost of drafts.
+    ``log seconds ≈ size(entries) + pace + [has drafts] · overhead + [has waited] · wait + log2(1 + most drafts) ·
+    depth``, where `size` is interpolated between powers of two. A Kalman filter (1960) follows the deviations of all
+    terms from the seconds measured at load, in proportion beyond the largest size. Steps without drafts show the pace
+    too, so a busy neighbour is not taken for the cost of drafts.
     """
 
     def __init__(self, max_entries: int, step_seconds: Sequence[tuple[int, float]] = ()) -> None:
         self._positions = np.log2(np.arange(1, max_entries + 1))
         self._knots = np.arange(max_entries.bit_length() + 1.0)  # log2 of entries
-        self._prior = np.log1p(_SLOPE * (2.0**self._knots - 1.0))
-        spreads = np.full(len(self._knots), _SIZE_SPREADS[0])
-        if step_seconds:
-            sizes, seconds = np.array(step_seconds).T
-            beyond = np.maximum(self._knots - math.log2(sizes[-1]), 0.0)
-            self._prior = np.interp(self._knots, np.log2(sizes), np.log(seconds)) + math.log(2.0) * beyond
-            spreads[beyond == 0.0] = _SIZE_SPREADS[1]
+        sizes, seconds = np.array(step_seconds or _UNMEASURED).T
+        beyond = np.maximum(self._knots - math.log2(sizes[-1]), 0.0)
+        self._prior = np.interp(self._knots, np.log2(sizes), np.log(seconds)) + math.log(2.0) * beyond
+        self._sizes = self._prior.copy()  # log seconds at the knots
+        spreads = np.where(beyond == 0.0, *_SIZE_SPREADS)
         spreads[0] = 0.0  # the pace varies
         variances = np.cumsum(spreads**2)
-        self._sizes = self._prior.copy()  # log seconds at the knots
-        self._deviations = np.zeros(3 + len(spreads))  # pace, overhead, depth, sizes
-        self._covariance = np.diag([_PACE_SPREADS[bool(step_seconds)], _DRAFT_SPREAD, _DEPTH_SPREAD, *spreads]) ** 2
-        self._covariance[3:, 3:] = np.minimum.outer(variances, variances)
-        self._keep = np.append(1.0, np.full(2 + len(spreads), _COST_FORGET))
-        self._keep_both = np.outer(self._keep, self._keep)
-        self._drift = (1.0 - self._keep_both) * self._covariance
+        self._deviations = np.zeros(4 + len(spreads))  # pace, overhead, wait, depth, sizes
+        self._covariance = np.diag([*_FIRST_SPREADS, *spreads]) ** 2
+        self._covariance[4:, 4:] = np.minimum.outer(variances, variances)
+        self._drift = (1.0 - _COST_FORGET**2) * self._covariance
         self._drift[0, 0] = _PACE_DRIFT**2
+        self.wait = 0.0  # what a step takes longer for having waited, in steps launched ahead
 
     def observe(self, step: DecodeStep, seconds: float) -> None:
         knot, position = divmod(math.log2(step.num_rows + step.num_drafts), 1.0)
         features = np.zeros(len(self._deviations))
-        features[:3] = 1.0, step.num_drafts > 0, math.log2(1 + step.most_drafts)
-        features[3 + int(knot) : 5 + int(knot)] = 1.0 - position, position
-        self._deviations *= self._keep
-        self._covariance = self._covariance * self._keep_both + self._drift
+        features[:4] = 1.0, step.num_drafts > 0, step.has_waited, math.log2(1 + step.most_drafts)
+        features[4 + int(knot) : 6 + int(knot)] = 1.0 - position, position
+        self._deviations *= _COST_FORGET
+        self._covariance = self._covariance * _COST_FORGET**2 + self._drift
         shared = self._covariance @ features
         variance = float(features @ shared) + _NOISE**2
         expected = float(np.interp(knot + position, self._knots, self._prior) + features @ self._deviations)
@@ -104,18 +100,19 @@ class DecodeCost:
             self._covariance[0, 0] += _JUMP**2
         self._deviations += surprise / variance * shared
         self._covariance -= np.outer(shared, shared / variance)
-        self._sizes = self._prior + self._deviations[3:]
+        self._sizes = self._prior + self._deviations[4:]
+        self.wait = max(math.exp(self._deviations[2]) - 1.0, 0.0)
 
     def seconds(self, num_rows: int) -> float:
         """Return the seconds of a step without drafts."""
         return math.exp(np.interp(self._positions[num_rows - 1], self._knots, self._sizes) + self._deviations[0])
 
     def ratios(self, num_rows: int, num_drafts: Int32Array, most_drafts: Int32Array | int) -> _Floats:
-        """Return the seconds of steps with `num_drafts` [n], `most_drafts` of a row, by those of one without."""
+        """Return the seconds of waiting steps of `num_drafts` [n], `most_drafts` of a row, by those of plain ones."""
         sizes = np.interp(self._positions.take(num_drafts + (num_rows - 1)), self._knots, self._sizes)
         without = float(np.interp(self._positions[num_rows - 1], self._knots, self._sizes))
-        _, overhead, depth = self._deviations[:3].tolist()
-        sizes += max(depth, 0.0) * self._positions.take(most_drafts) + (overhead - without)
+        _, overhead, wait, depth = self._deviations[:4].tolist()
+        sizes += max(depth, 0.0) * self._positions.take(most_drafts) + overhead * (num_drafts > 0) + (wait - without)
         return np.maximum(np.exp(sizes), 1.0)
 
 
@@ -158,8 +155,8 @@ class Goodput:
 
     Each row has a balance in tokens. A step adds the tokens that the row got, less the step's seconds by those of the
     same step without drafts. Invariant, as far as the estimates know, whatever the drafts turn out to be worth: the
-    balance stays above ``-(SLACK_TOKENS + SLACK · tokens so far)``, and above 0 where lower classes draft. With
-    drafts of its own, it may fall lower by `CREDIT`. So a request without drafts is late by 1 token and 2 % at most.
+    balance stays above ``-(SLACK_TOKENS + SLACK · tokens so far)``, and above 0 where lower classes draft; with
+    drafts of its own, `CREDIT` and `WAIT_CREDIT` waits lower. Without, a request is late by 1 token and 2 % at most.
     """
 
     def __init__(
@@ -188,10 +185,8 @@ class Goodput:
     def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
         """Return the number of drafts of each row [n], at most `counts`, in all at most `budget`."""
         chosen = self._best(rows, counts, kinds, budget)
-        self._is_trial = chosen is None and self._explores and self._num_steps >= self._trial_in
-        if self._is_trial:
-            chosen = self._trial(rows, counts, budget)
-        return np.zeros(len(rows), np.int32) if chosen is None else chosen
+        self._is_trial = self._explores and self._num_steps >= self._trial_in and not chosen.any()
+        return self._trial(rows, counts, budget) if self._is_trial else chosen
 
     def observe_drafts(
         self, rows: RowArray, kinds: Int32Array, num_tested: Int32Array, num_accepted: Int32Array
@@ -209,34 +204,33 @@ class Goodput:
         if step.num_drafts:
             self._trial_period = min(2 * self._trial_period, _MOST_PERIOD) if self._is_trial else _TRIAL_PERIOD
             self._trial_in = self._num_steps + self._trial_period
+        if step.num_drafts or step.has_waited:
             # Drafts are chosen where the estimate is rather too low, and a pause is not their cost.
             estimate = float(self.cost.ratios(step.num_rows, np.array([step.num_drafts]), step.most_drafts)[0])
-            ratio = seconds / self.cost.seconds(step.num_rows) if seconds > 0.0 else estimate
+            ratio = seconds / self.cost.seconds(step.num_rows)
             ratio = min(max(ratio, estimate / _MOST_OFF), estimate * _MOST_OFF)
         self.balances[rows] += num_tokens - ratio
         self.num_tokens[rows] += num_tokens
 
-    def _best(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array | None:
-        """Return the drafts of the best step, or None if no step is clearly better than one without drafts."""
-        num_rows, most = len(rows), min(int(counts.sum()), budget)
-        if most < 1:
-            return None
-        best, least = None, (1.0 + MARGIN) * num_rows  # tokens in the seconds of a step without drafts
+    def _best(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
+        """Return the drafts of the best step, none if no step is clearly better than one without drafts."""
+        num_rows, most, best = len(rows), min(int(counts.sum()), budget), np.zeros(len(rows), np.int32)
+        least = (1.0 + MARGIN) * num_rows  # tokens in the seconds of a step without drafts
         rates = self.rates.rates(rows, kinds) * (counts > 0)
         stride = 1 + most // _FEW_SIZES
         numbers = self._numbers[:most:stride]
         if (num_rows + rates.max() * (numbers + (stride - 1)) < least * self.cost.ratios(num_rows, numbers, 1)).all():
-            return None
+            return best
         classes = self._classes.take(rows)
         for lowest in set(classes[rates > _LEAST_RATE].tolist()):  # mostly one; a larger number is a lower class
-            found = self._best_of(rows, np.where(classes <= lowest, rates, 0.0), counts, budget, lowest)
-            if found is not None and found[1] > least:
-                best, least = found
+            chosen, tokens = self._best_of(rows, np.where(classes <= lowest, rates, 0.0), counts, budget, lowest)
+            if tokens > least:
+                best, least = chosen, tokens
         return best
 
     def _best_of(
         self, rows: RowArray, rates: _Floats, counts: Int32Array, budget: int, lowest: int
-    ) -> tuple[Int32Array, float] | None:
+    ) -> tuple[Int32Array, float]:
         """Return the drafts of the best step that keeps the balances, and its tokens in the seconds of one without.
 
         The most probable drafts come first, so that each comes after those before it in its row.
@@ -256,22 +250,20 @@ class Goodput:
             if ratios[last] <= most:
                 return np.bincount(chosen, minlength=num_rows).astype(np.int32), float(tokens[last])
             tokens[ratios > most] = 0.0
-        return None
+        return indices[:0], 0.0
 
     def _most_ratio(self, rows: RowArray, lowest: int, gains: npt.ArrayLike = 0.0) -> float:
         """Return the longest step, by one without drafts, that keeps the balances. `gains`: of own drafts."""
         slack = (SLACK_TOKENS + SLACK * self.num_tokens.take(rows)) * (self._classes.take(rows) >= lowest)
-        return 1.0 + float((self.balances.take(rows) + slack + np.minimum(gains, CREDIT)).min())
+        wait = self.cost.wait  # a step after one with drafts waits too
+        own = np.where(np.greater(gains, 0.0), np.minimum(gains, CREDIT + WAIT_CREDIT * wait), -wait)
+        return 1.0 + float((self.balances.take(rows) + slack + own).min())
 
-    def _trial(self, rows: RowArray, counts: Int32Array, budget: int) -> Int32Array | None:
-        """Return one draft for each of the rows whose last test is oldest, if the balances allow it."""
+    def _trial(self, rows: RowArray, counts: Int32Array, budget: int) -> Int32Array:
+        """Return one draft for each of the rows whose last test is oldest, as far as the balances allow it."""
         candidates = np.flatnonzero(counts > 0)[:budget]
-        if not len(candidates):
-            return None
         candidates = candidates[self._tested_in.take(rows.take(candidates)).argsort(kind="stable")]
         ratios = self.cost.ratios(len(rows), self._numbers[: len(candidates)], 1)
-        candidates = candidates[: np.count_nonzero(ratios <= _TRIAL_RATIO * ratios[0])]
-        lowest = int(self._classes[rows.take(candidates)].max())
-        if ratios[len(candidates) - 1] > self._most_ratio(rows, lowest):
-            return None
-        return np.bincount(candidates, minlength=len(rows)).astype(np.int32)
+        lowest = int(self._classes[rows.take(candidates)].max(initial=0))
+        is_allowed = (ratios <= _TRIAL_RATIO * ratios[:1]) & (ratios <= self._most_ratio(rows, lowest))
+        return np.bincount(candidates[is_allowed], minlength=len(rows)).astype(np.int32)

@@ -172,7 +172,8 @@ class Scheduler:
         batch = state.loras.with_slots(self._control.choose_weights(batch, rows), rows)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
         epochs, has_drafts = state.columns.epochs.take(rows), len(batch.draft_tokens) > 0
-        state.in_flight.append(InFlightStep(step_id, rows, epochs, now, plan.started, plan.turn, has_drafts))
+        step = InFlightStep(step_id, rows, epochs, now, plan.started, plan.turn, has_drafts, state.has_waited)
+        state.in_flight.append(step)
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
         state.stats.step_tokens.observe(batch.num_tokens)

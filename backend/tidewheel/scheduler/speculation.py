@@ -104,8 +104,11 @@ class Speculation:
         return self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
 
     def is_worthwhile(self, rows: RowArray) -> bool:
-        """Return whether drafts would pay after the known tokens of all `rows`."""
-        return bool(self.choose(rows, self._counts.take(rows), ANY_BUDGET).any())
+        """Return whether drafts would pay after the known tokens of all `rows`. Then look for them after the next."""
+        is_worthwhile = bool(self.choose(rows, self._counts.take(rows), ANY_BUDGET).any())
+        if is_worthwhile:
+            self._num_idle = 0
+        return is_worthwhile
 
     def drafts(self, rows: RowArray, counts: Int32Array) -> ChosenDrafts:
         is_used = np.arange(self._token_ids.shape[1]) < counts[:, None]
@@ -165,13 +168,11 @@ class Speculation:
         if num_accepted.any():
             self._num_idle = 0
 
-    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
+    def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
         """Learn the seconds of the step that was observed last, if it had decodes alone and rows were looked at."""
-        has_drafts = len(batch.draft_tokens) > 0
-        if self._last is None or batch.num_decodes < len(batch.rows) or (self._unseen and not has_drafts):
-            return
-        step = DecodeStep(len(batch.rows))
-        if has_drafts:
-            num_rows = int(np.count_nonzero(batch.draft_tokens == NO_DRAFT))
-            step = DecodeStep(num_rows, len(batch.rows) - num_rows, int(np.bincount(batch.rows).max()) - 1)
-        self._goodput.observe_step(*self._last, step, seconds)
+        num_entries, num_drafts = len(batch.rows), int(np.count_nonzero(batch.draft_tokens != NO_DRAFT))
+        was_looked_at = num_drafts > 0 or has_waited or not self._unseen
+        if self._last is not None and batch.num_decodes == num_entries and was_looked_at:
+            most_drafts = int(np.bincount(batch.rows).max()) - 1
+            step = DecodeStep(num_entries - num_drafts, num_drafts, most_drafts, has_waited)
+            self._goodput.observe_step(*self._last, step, seconds)

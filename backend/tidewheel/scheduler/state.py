@@ -72,6 +72,7 @@ class SchedulerState:
         self.observe_end: Callable[[Request, float], None] = lambda _, __: None  # set by admission
         self.blocked: BlockedRequest | None = None
         self.in_flight: deque[InFlightStep] = deque()
+        self.has_waited = False  # the next step, for tokens that drafts may follow
         self.leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
         self._configure(config)
@@ -251,10 +252,12 @@ class SchedulerState:
         return list(blocks)
 
     def awaits_tokens(self) -> bool:
-        """Return whether the next step waits for the tokens of the steps in flight, because drafts follow them."""
+        """Note and return whether the next step waits for the tokens of those in flight, as drafts follow them."""
         if self.speculation is None or not self.in_flight:
             return False
-        return self.in_flight[-1].has_drafts or self.speculation.is_worthwhile(self.columns.running.nonzero()[0])
+        rows = self.columns.running.nonzero()[0]
+        self.has_waited = self.in_flight[-1].has_drafts or self.speculation.is_worthwhile(rows)
+        return self.has_waited
 
     def settle_drafts(self, rows: RowArray) -> None:
         """Give back the blocks of rejected drafts after a step; a row may repeat."""

@@ -54,6 +54,7 @@ class InFlightStep(NamedTuple):
     started: list[Request]
     turn: Turn | None = None
     has_drafts: bool = False
+    has_waited: bool = False
 
 
 class StepPlan:

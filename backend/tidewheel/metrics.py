@@ -27,9 +27,12 @@ _tenant = partial(Metric, "tenant", "counter", label="tenant")
 _lora_gauge = partial(Metric, "lora", "gauge", label="lora")
 _lora = partial(Metric, "lora", "counter", label="lora")
 _requests = partial(Metric, "requests", "counter")
+_errors = partial(Metric, "requests", "counter", label="tag")
+_by_class = partial(Metric, "requests", "counter", label="class")
 _histogram = partial(Metric, "requests", "histogram")
 _gateway_gauge = partial(Metric, "gateway", "gauge")
 _gateway_counter = partial(Metric, "gateway", "counter")
+_upstream_gauge = partial(Metric, "gateway", "gauge", label="upstream")
 _health_gauge = partial(Metric, "health port", "gauge")
 _triton_gauge = partial(Metric, "triton", "gauge")
 _triton_counter = partial(Metric, "triton", "counter")
@@ -160,16 +163,10 @@ LORA_GENERATION_TOKENS = _lora(
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
 RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")
 FINISHED = _requests("vllm:request_success_total", "Finished requests", "finished", label="finished_reason")
-REJECTED = _requests(
-    "tidewheel_requests_rejected_total", "Requests refused before anything was computed", "rejected", label="tag"
-)
-FAILED = _requests("tidewheel_requests_failed_total", "Accepted requests that an error ended", "failed", label="tag")
-ANSWERED = _requests(
-    "tidewheel_requests_answered_total", "Requests answered in full, of one QoS class", "answered", label="class"
-)
-IN_TIME = _requests(
-    "tidewheel_requests_in_time_total", "Of these, requests within the objective: goodput", "in_time", label="class"
-)
+REJECTED = _errors("tidewheel_requests_rejected_total", "Requests refused before anything was computed", "rejected")
+FAILED = _errors("tidewheel_requests_failed_total", "Accepted requests that an error ended", "failed")
+ANSWERED = _by_class("tidewheel_requests_answered_total", "Requests answered in full, of one QoS class", "answered")
+IN_TIME = _by_class("tidewheel_requests_in_time_total", "Of these, requests within the objective: goodput", "in_time")
 PROMPT_TOKENS = _requests("vllm:prompt_tokens_total", "Prompt tokens", "num_prompt_tokens")
 GENERATION_TOKENS = _requests("vllm:generation_tokens_total", "Generated tokens", "num_generation_tokens")
 TIME_TO_FIRST_TOKEN = _histogram("vllm:time_to_first_token_seconds", "Arrival to first token", "time_to_first_token")
@@ -197,12 +194,8 @@ GATEWAY_MOVED = _gateway_counter("tidewheel_gateway_moved_total", "requests that
 UPSTREAM_SENT = _gateway_counter(
     "tidewheel_gateway_upstream_requests_total", "requests sent to a server, moved ones too", label="upstream"
 )
-UPSTREAM_READY = _gateway_gauge(
-    "tidewheel_gateway_upstream_ready", "1 for a server that takes requests", label="upstream"
-)
-UPSTREAM_OPEN = _gateway_gauge(
-    "tidewheel_gateway_upstream_open_requests", "requests that a server works on", label="upstream"
-)
+UPSTREAM_READY = _upstream_gauge("tidewheel_gateway_upstream_ready", "1 for a server that takes requests")
+UPSTREAM_OPEN = _upstream_gauge("tidewheel_gateway_upstream_open_requests", "requests that a server works on")
 
 SERVER_READY = _health_gauge("tidewheel_ready", "1 if /ready says 200, else 0")
 SERVER_LIVE = _health_gauge("tidewheel_live", "1 if /live says 200, else 0")

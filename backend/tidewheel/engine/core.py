@@ -82,7 +82,6 @@ class EngineCore:
     def __post_init__(self) -> None:
         self._expected_s = 0.0
         self._in_flight: deque[_StepInFlight] = deque()
-        self._request_ids: dict[int, str] = {}  # by row of the newest batch
         self._step_seconds = 0.0
         self._last_end = self.clock()
         self._last_stats = (self.clock(), 0.0)
@@ -145,8 +144,6 @@ class EngineCore:
         predicted = self.scheduler.step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
         self._expected_s = self.first_step_s if predicted is None else predicted
         self.beat(before + self._expected_s)
-        for new in batch.new_rows:
-            self._request_ids[new.row] = new.request.request_id
         self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self.runner.launch(batch)), now))
 
     @property
@@ -205,8 +202,8 @@ class EngineCore:
 
     def _give_up(self, row: int, error: Exception) -> None:
         log.error("a request is given up: %s", error, exc_info=error)
-        request = self.scheduler.cancel(self._request_ids[row], FinishReason.ERROR)
-        if request is not None:
+        for request in [one for one in self.scheduler.unfinished() if one.row == row]:
+            self.scheduler.cancel(request.request_id, FinishReason.ERROR)
             request.error = InternalError(
                 "the sampling of this request failed; the server's log says why"
                 if isinstance(error, RowError)

@@ -112,25 +112,21 @@ class RankGroup:
         """Start them, and wait until they are about to join the group. Raise `ConfigError`."""
         self._ended, self._closing = threading.Event(), threading.Event()
         self._processes: list[RankProcess] = []
-        try:
-            self._start(config, memory, is_engine=is_engine)
-        except BaseException:
-            self.close()
-            raise
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
+            for rank in range(1, config.tensor_parallel_size):
+                try:
+                    self._processes.append(RankProcess(rank, config, memory, self._ended, is_engine=is_engine))
+                except OSError as error:
+                    raise ConfigError(f"the process of rank {rank} cannot be started: {error}") from error
+            for process in self._processes:
+                process.joining.wait()
+            if reason := self.failure():
+                raise ConfigError(reason)
+            failed.pop_all()
         self.loras = LeaderLoras([process.loras for process in self._processes])
         if is_engine:
             threading.Thread(target=self._end_engine, name="ranks", daemon=True).start()
-
-    def _start(self, config: EngineConfig, memory: int, *, is_engine: bool) -> None:
-        for rank in range(1, config.tensor_parallel_size):
-            try:
-                self._processes.append(RankProcess(rank, config, memory, self._ended, is_engine=is_engine))
-            except OSError as error:
-                raise ConfigError(f"the process of rank {rank} cannot be started: {error}") from error
-        for process in self._processes:
-            process.joining.wait()
-        if reason := self.failure():
-            raise ConfigError(reason)
 
     def _end_engine(self) -> None:
         """End this process soon after another rank ended: it may wait for ever in an operation with that rank."""
@@ -207,14 +203,11 @@ class LeaderRunner(ModelRunner):
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         try:
             return super().launch(batch)
-        except RowError:
-            raise
         except BaseException as error:  # short of memory, or Ctrl-C: the others are inside a step that cannot go on
-            if self.group is None:
+            if self.group is None or isinstance(error, RowError):
                 raise
-            is_lost, kind = isinstance(error, RankLost), type(error).__name__
-            reason = str(error) if is_lost else f"rank 0 failed, or another did not answer: {kind}"
-            failure = self.group.failure(END_S) or reason
+            reason = f"rank 0 failed, or another did not answer: {type(error).__name__}"
+            failure = self.group.failure(END_S) or (str(error) if isinstance(error, RankLost) else reason)
             self.group.kill()
             if isinstance(error, Exception):
                 raise InternalError(failure) from error

@@ -25,7 +25,7 @@ from itertools import chain, islice
 import numpy as np
 
 from tidewheel.batch import Int32Array, RowArray, ScheduledBatch
-from tidewheel.errors import InternalError, require
+from tidewheel.errors import InternalError
 from tidewheel.lora import NO_SLOT, Lora, LoraLoad
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import RowColumns
@@ -256,18 +256,3 @@ class LoraSlots:
             return batch
         loads, self._loads = tuple(self._loads), []
         return replace(batch, lora_slots=slots, lora_loads=loads)
-
-    def check_invariants(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
-        rows = {request.row: request.lora for request in running if request.lora is not None}
-        holding = {int(row) for row in np.flatnonzero(self._slots_of_rows != NO_SLOT)}
-        require(holding == rows.keys(), "rows hold slots without an adapter, or none with one")
-        for row, lora in rows.items():
-            require(self._slots[self._slots_of_rows[row]].lora is lora, f"row {row} holds another adapter's slot")
-        placed = {slot.lora: slot for slot in self._slots if slot.lora is not None}
-        require(placed == self._slot_of, "adapters and slots disagree")
-        for slot in self._slots:
-            count = int(np.count_nonzero(self._slots_of_rows == slot.number))
-            require(slot.num_rows == count, f"slot {slot.number} counts {slot.num_rows} rows of {count}")
-        expected = {request for request in waiting if request.lora is not None}
-        require({one for group in self.waiting.values() for one in group} == expected, "waiting adapters are lost")
-        require(all(self.waiting.values()), "an adapter without requests waits")

@@ -227,8 +227,8 @@ class Scheduler:
         state = self._state
         state.kv.check_invariants()
         if not state.in_flight and not state.requests:
-            state.loras.check_invariants((), ())
-            require(not state.waiting and not state.columns.running.any(), "ended requests wait or run")
+            require(not state.waiting and not state.loras.has_waiting, "ended requests wait")
+            require(not state.columns.running.any() and not state.loras.running, "ended requests run")
             require(state.stats.num_waiting_tokens == 0, "waiting tokens are miscounted")
             require(state.kv.transfers.num_returning_blocks() == 0, "blocks are held without a batch")
             require(state.kv.num_free_blocks == state.kv.num_blocks, "blocks are lost")

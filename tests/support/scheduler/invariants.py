@@ -6,8 +6,10 @@ import numpy as np
 
 from support.kvcache.invariants import check_cache
 from tidewheel.errors import require
+from tidewheel.lora import NO_SLOT
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler.columns import RowColumns
+from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.scheduler.queue import WaitingSet, _age
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.state import SchedulerState
@@ -39,7 +41,7 @@ def _check_requests(state: SchedulerState) -> None:
     require(len(placed) == len(waiting) + len(running), "a request is in two places")
     require(placed == state.requests, "requests are lost or left over")
     _check_waiting(state, queued, attached)
-    state.loras.check_invariants(running, queued)
+    check_lora_slots(state.loras, running, queued)
     leaders = {request.request_id for request in running if request.followers}
     require(state.leaders.keys() == leaders, "running leaders are listed wrongly")
     for request in running:
@@ -100,3 +102,19 @@ def check_waiting_set(waiting: WaitingSet) -> None:
     require(len(waiting._crowds) == len(waiting._num_new), "crowds are miscounted")
     for name, count in waiting._num_new.items():
         require(count == sum(1 + len(r.followers) for r in new if r.tenant == name), f"{name!r} is miscounted")
+
+
+def check_lora_slots(loras: LoraSlots, running: list[Request], waiting: list[Request]) -> None:
+    rows = {request.row: request.lora for request in running if request.lora is not None}
+    holding = {int(row) for row in np.flatnonzero(loras._slots_of_rows != NO_SLOT)}
+    require(holding == rows.keys(), "rows hold slots without an adapter, or none with one")
+    for row, lora in rows.items():
+        require(loras._slots[loras._slots_of_rows[row]].lora is lora, f"row {row} holds another adapter's slot")
+    placed = {slot.lora: slot for slot in loras._slots if slot.lora is not None}
+    require(placed == loras._slot_of, "adapters and slots disagree")
+    for slot in loras._slots:
+        count = int(np.count_nonzero(loras._slots_of_rows == slot.number))
+        require(slot.num_rows == count, f"slot {slot.number} counts {slot.num_rows} rows of {count}")
+    expected = {request for request in waiting if request.lora is not None}
+    require({one for group in loras.waiting.values() for one in group} == expected, "waiting adapters are lost")
+    require(all(loras.waiting.values()), "an adapter without requests waits")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from support.kvcache.invariants import check_pool, free_blocks
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.block_pool import BlockPool
 
@@ -24,12 +25,12 @@ def take(pool: BlockPool, count: int) -> list[int]:
 def test_allocate_is_all_or_nothing() -> None:
     pool = BlockPool(4)
     first = take(pool, 3)
-    order = list(pool.free_blocks())
+    order = list(free_blocks(pool))
     assert pool.allocate(2) is None
-    assert list(pool.free_blocks()) == order
+    assert list(free_blocks(pool)) == order
     assert take(pool, 1) == order
     pool.free(first)
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_cached_blocks_are_found_until_they_are_evicted_least_recently_used_first() -> None:
@@ -41,7 +42,7 @@ def test_cached_blocks_are_found_until_they_are_evicted_least_recently_used_firs
     assert (pool.num_free, pool.num_cached) == (3, 3)
     pool.touch([blocks[0]])  # used again: now it is the last to go
     pool.free([blocks[0]])
-    assert list(pool.free_blocks()) == [blocks[1], blocks[2], blocks[0]]
+    assert list(free_blocks(pool)) == [blocks[1], blocks[2], blocks[0]]
     take(pool, 2)
     assert [pool.lookup(block_hash) for block_hash in HASHES[:3]] == [blocks[0], None, None]
 
@@ -97,7 +98,7 @@ def test_without_blocks_nothing_fits() -> None:
     pool = BlockPool(0)
     assert pool.insert(HASHES[0]) is None
     pool.drop(HASHES[0])
-    pool.check_invariants()
+    check_pool(pool)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_misuse_is_told(misuse: str) -> None:
     }
     with pytest.raises(InternalError, match="block"):
         calls[misuse]()
-    pool.check_invariants()
+    check_pool(pool)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_check_invariants_sees_damage(damage: str) -> None:
     blocks = take(pool, 3)
     pool.register_hashes([blocks[0]], [HASHES[0]])
     pool.free(blocks[:2])
-    pool.check_invariants()
+    check_pool(pool)
     if damage == "ref_count":
         pool.ref_count[blocks[0]] = 1
     elif damage == "empty":
@@ -142,7 +143,7 @@ def test_check_invariants_sees_damage(damage: str) -> None:
     else:
         pool._blocks[HASHES[1]] = blocks[2]
     with pytest.raises(InternalError, match="invariant broken"):
-        pool.check_invariants()
+        check_pool(pool)
 
 
 class NaivePool:
@@ -269,8 +270,8 @@ class PoolMachine(RuleBasedStateMachine):
     def same_state(self) -> None:
         if not hasattr(self, "pool"):
             return
-        self.pool.check_invariants()
-        assert list(self.pool.free_blocks()) == self.naive.order
+        check_pool(self.pool)
+        assert list(free_blocks(self.pool)) == self.naive.order
         assert self.pool.ref_count == list(self.naive.references.values())
         assert {b: h for b in self.naive.references if (h := self.pool.hash_of(b))} == self.naive.hashes
         assert all(self.pool.num_keepers(block) == self.naive.keepers.count(block) for block in self.naive.references)

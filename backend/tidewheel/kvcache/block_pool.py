@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from tidewheel.errors import InternalError, require
+from tidewheel.errors import InternalError
 
 
 class BlockPool:
@@ -147,26 +147,6 @@ class BlockPool:
         if block_id in self._cached:
             del self._cached[block_id]
             self._empty.append(block_id)
-
-    def free_blocks(self) -> Iterator[int]:
-        """Yield free blocks in the order in which `allocate` takes them."""
-        yield from reversed(self._empty)
-        yield from self._cached
-
-    def check_invariants(self) -> None:
-        free = set(self.free_blocks())
-        require(len(free) == self.num_free, "a block is twice among the free ones")
-        for block_id in free:
-            require(self.ref_count[block_id] == 0, f"block {block_id} is free and in use")
-            require(block_id not in self._keepers, f"block {block_id} is free and kept")
-            is_cached = self._hashes[block_id] is not None
-            require((block_id in self._cached) == is_cached, f"block {block_id} is empty and cached")
-        num_used = self.num_blocks - self.ref_count.count(0)
-        num_kept = sum(self.ref_count[block_id] == 0 for block_id in self._keepers)
-        require(num_kept == self.num_kept, f"{num_kept} blocks are kept, not {self.num_kept}")
-        require(num_used + num_kept + len(free) == self.num_blocks, "a block is in no state or in two")
-        hashed = {h: block_id for block_id, h in enumerate(self._hashes) if h is not None}
-        require(hashed == self._blocks, "blocks and their hashes disagree")
 
     def _append(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

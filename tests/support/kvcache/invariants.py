@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 
 from tidewheel.errors import require
+from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionStore
 from tidewheel.tenants import account_of
@@ -14,6 +16,8 @@ from tidewheel.tenants import account_of
 def check_cache(kv: KVCacheManager) -> None:
     """Check block tables, pool, host tier and sessions. Raise `InternalError`."""
     kv.check_invariants()
+    check_pool(kv._pool)
+    check_pool(kv._host)
     check_sessions(kv.sessions)
     tables, num_sealed = kv._tables, kv._num_sealed
     require(tables.keys() == num_sealed.keys(), "tables and commits name different rows")
@@ -55,3 +59,25 @@ def check_sessions(store: SessionStore) -> None:
     waiting = set(map(id, store._expiries))
     require(all(id(session) in waiting for session in every.values()), "a session never expires")
     require(len(every) <= store.limits.max_sessions, "there are too many sessions")
+
+
+def free_blocks(pool: BlockPool) -> Iterator[int]:
+    """Yield free blocks in the order in which `allocate` takes them."""
+    yield from reversed(pool._empty)
+    yield from pool._cached
+
+
+def check_pool(pool: BlockPool) -> None:
+    free, hashes = set(free_blocks(pool)), pool._hashes
+    require(len(free) == pool.num_free, "a block is twice among the free ones")
+    for block_id in free:
+        require(pool.ref_count[block_id] == 0, f"block {block_id} is free and in use")
+        require(block_id not in pool._keepers, f"block {block_id} is free and kept")
+        is_cached = hashes[block_id] is not None
+        require((block_id in pool._cached) == is_cached, f"block {block_id} is empty and cached")
+    num_used = pool.num_blocks - pool.ref_count.count(0)
+    num_kept = sum(pool.ref_count[block_id] == 0 for block_id in pool._keepers)
+    require(num_kept == pool.num_kept, f"{num_kept} blocks are kept, not {pool.num_kept}")
+    require(num_used + num_kept + len(free) == pool.num_blocks, "a block is in no state or in two")
+    hashed = {h: block_id for block_id, h in enumerate(hashes) if h is not None}
+    require(hashed == pool._blocks, "blocks and their hashes disagree")

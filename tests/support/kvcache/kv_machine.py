@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from support.kvcache.invariants import check_cache
+from support.kvcache.invariants import check_cache, free_blocks
 from tidewheel.errors import NotFound
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
@@ -295,7 +295,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[object, ...]:
         kv = self.kv
-        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._blocks), len(kv.sessions)
+        return list(free_blocks(kv._pool)), list(kv._pool.ref_count), dict(kv._host._blocks), len(kv.sessions)
 
     def take(self, block_ids: list[int]) -> None:
         """Note blocks that are new to their row: no other row may hold them, and their content is given up."""

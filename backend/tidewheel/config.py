@@ -176,7 +176,7 @@ class EngineConfig(SchedulingSettings):
 
     # records and checks
     record: str = ""  # folder for a recording of every decision, for `tidewheel simulate`; empty: none
-    debug_invariants: bool = False  # check scheduler and cache whenever the engine is idle: O(blocks), for tests
+    debug_invariants: bool = False  # check that ended requests hold nothing, whenever the engine is idle: for tests
 
     # policies
     scheduling_policy: PolicyName = "priority"  # which waiting request is served first

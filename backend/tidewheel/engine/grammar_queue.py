@@ -61,11 +61,8 @@ class GrammarQueue:
         self._waiting.append((front_end, message))
 
     def take_compiled(self) -> list[tuple[FrontEnd, AddRequest, TokenGrammar | TidewheelError]]:
-        done = {
-            source: result_of(job, "the grammar could not be compiled")
-            for source, job in self._jobs.items()
-            if job.done()
-        }
+        problem = "the grammar could not be compiled"
+        done = {source: result_of(job, problem) for source, job in self._jobs.items() if job.done()}
         if not done:
             return []
         for source, result in done.items():

@@ -180,7 +180,9 @@ class EngineServer:
             case messages.Drain():
                 self._drain(identity)
             case messages.ListRequests():
-                self._list_requests(identity, message)
+                unfinished = self.scheduler.unfinished()
+                rows = self._front_ends.list_requests(unfinished, self.clock(), message.limit)
+                self._front_ends.send(identity, messages.RequestList(self.info.pid, rows, len(unfinished)))
             case messages.CancelRequest():
                 self._cancel_request(identity, message)
             case _ if front_end is None:
@@ -247,11 +249,6 @@ class EngineServer:
             self.note(is_draining=True)
             self._front_ends.broadcast(messages.Drain())
         self._front_ends.send(identity, self._figures())
-
-    def _list_requests(self, identity: bytes, message: messages.ListRequests) -> None:
-        unfinished = self.scheduler.unfinished()
-        rows = self._front_ends.list_requests(unfinished, self.clock(), message.limit)
-        self._front_ends.send(identity, messages.RequestList(self.info.pid, rows, len(unfinished)))
 
     def _cancel_request(self, identity: bytes, message: messages.CancelRequest) -> None:
         is_meant = message.pid == self.info.pid

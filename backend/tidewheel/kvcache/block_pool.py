@@ -20,8 +20,6 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 0:
-            raise InternalError(f"a block pool cannot have {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.num_kept = 0
         self.ref_count: list[int] = [0] * num_blocks

@@ -50,8 +50,6 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         session_limits: SessionLimits | None = None,
     ) -> None:
-        if min(num_blocks, block_size) < 1:
-            raise InternalError(f"num_blocks is {num_blocks}, block_size {block_size}: both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.stats = EngineStats(num_blocks=num_blocks, num_host_blocks=num_host_blocks)

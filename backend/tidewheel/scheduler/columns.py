@@ -19,7 +19,6 @@ PACE_AIM = 0.97  # of times per output token, for errors of predicted steps
 PATIENCE = 10.0  # of a decoding row, in times per output token of others
 NUM_RECENT = 128  # steps before write-back
 ALL_PURE = np.iinfo(np.int32).max
-_NO_ROWS: RowArray = np.empty(0, np.intp)
 
 
 class RowColumns:
@@ -189,8 +188,6 @@ class RowColumns:
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
         """Return rows that lack one computed token, its position, and rows that lack several; none are ending."""
-        if not self.num_running:
-            return _NO_ROWS, _int32(0), _NO_ROWS
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))

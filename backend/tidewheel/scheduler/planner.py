@@ -204,7 +204,7 @@ class StepPlanner:
         )
         if state.loras.waiting:
             waiting = state.loras.admissible(waiting)
-        if self._by_cache and not self._needs_row():
+        if self._by_cache and self._num_free_rows() > 0:
             before = self._now - state.config.ageing_s
             return next_in_line(waiting, self._num_cached_tokens, before=before, by_tenant=state.policy.by_tenant)
         return next(waiting, None)
@@ -244,7 +244,7 @@ class StepPlanner:
             return False
         if self._may_preempt(request):
             return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
-        if plan.token_budget < 1 or self._needs_row():
+        if plan.token_budget < 1 or self._num_free_rows() < 1:
             return False
         if plan.is_scarce:
             self._note_missing(request, self._state.find_hit(request))
@@ -285,7 +285,7 @@ class StepPlanner:
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
         if self._may_preempt(request) or not state.columns.num_running or not state.config.admit_by_growth:
-            return not self._needs_row() and plan.token_budget > 0
+            return self._num_free_rows() > 0 and plan.token_budget > 0
         if self._growth is None:
             self._growth = GrowthForecast(state)
         keep_free = plan.num_blocks_kept(state.columns.num_running)
@@ -308,7 +308,7 @@ class StepPlanner:
         state, plan = self._state, self._plan
         if not self._may_preempt(request):
             return False
-        victims = victims_for(state, plan, request, hit, needs_row=self._needs_row())
+        victims = victims_for(state, plan, request, hit, needs_row=self._num_free_rows() < 1)
         for row in victims:
             state.preempt(row, self._now)
         plan.drop_decodes(victims)
@@ -319,9 +319,6 @@ class StepPlanner:
         state = self._state
         is_critical = state.policy.by_class and request.service_class is Priority.CRITICAL
         return is_critical and (not request.bucket or state.turns is not None)
-
-    def _needs_row(self) -> bool:
-        return self._num_free_rows() < 1
 
     def _num_free_rows(self) -> int:
         columns = self._state.columns

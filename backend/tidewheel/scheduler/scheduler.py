@@ -276,10 +276,11 @@ def _commit_step(
         speculation.observe(rows, tokens)
     _charge_tenants(state, rows)
     ended = _fail_not_finite(state, step.rows[fails], now)
-    for index, reason in _find_endings(columns, rows, tokens, num_tokens):
+    stops = _are_stops(columns, rows, tokens, num_tokens)
+    for index in (stops | (num_tokens >= columns.max_num_tokens.take(rows))).nonzero()[0].tolist():
         request = requests[index]
-        request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
-        state.end(request, reason, now)
+        request.stop_reason = int(tokens[index]) if stops[index] else None
+        state.end(request, FinishReason.STOP if stops[index] else FinishReason.LENGTH, now)
         ended.append(request)
     if speculation is not None:
         speculation.propose()
@@ -334,16 +335,6 @@ def _no_token(request: Request) -> TidewheelError:
         f"no token could follow {request.num_output_tokens} tokens of output: {cause}, or the model's logits were "
         "not finite"
     )
-
-
-def _find_endings(
-    columns: RowColumns, rows: RowArray, tokens: Int32Array, num_tokens: Int32Array
-) -> list[tuple[int, FinishReason]]:
-    stops = _are_stops(columns, rows, tokens, num_tokens)
-    ends = stops | (num_tokens >= columns.max_num_tokens.take(rows))
-    return [
-        (index, FinishReason.STOP if stops[index] else FinishReason.LENGTH) for index in ends.nonzero()[0].tolist()
-    ]
 
 
 def _are_stops(columns: RowColumns, rows: RowArray, tokens: Int32Array, num_tokens: Int32Array) -> BoolArray:

@@ -70,8 +70,6 @@ class TenantTable:
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
         """Raise `Busy`, with the time until the requests fit the rates."""
-        if not self._tenants:
-            return
         account = account_of(self._tenants, tenant)
         buckets = self._named.get(account) or self._unnamed.get(account) or {}  # new ones are full
         for name, bucket in buckets.items():

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
 
 from tidewheel.batch import TransferArrays
-from tidewheel.errors import InternalError, require
+from tidewheel.errors import InternalError
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.prefix import NO_HIT, PrefixCache, PrefixHit, extend_block_hashes
 from tidewheel.kvcache.sessions import SessionLimits, SessionStore
@@ -229,10 +228,3 @@ class KVCacheManager:
             self._num_sealed[row] = end = first + len(arrival.keys)
             self._pool.register_hashes(self._tables[row][first:end], arrival.keys)
         return transfers
-
-    def check_invariants(self) -> None:
-        """Check that rows and steps in flight hold the blocks that are in use. Raise `InternalError`."""
-        held = self.transfers.held_blocks() + self.transfers.held_sources()
-        references = Counter(chain(held, *self._tables.values()))
-        for block_id, count in enumerate(self._pool.ref_count):
-            require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")

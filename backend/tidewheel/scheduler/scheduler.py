@@ -223,9 +223,8 @@ class Scheduler:
         return list(self._state.requests.values())
 
     def check_invariants(self) -> None:
-        """Check the cache and, if no request is unfinished, that none has left anything. Raise `InternalError`."""
+        """Check, if no request is unfinished, that none has left anything. Raise `InternalError`."""
         state = self._state
-        state.kv.check_invariants()
         if not state.in_flight and not state.requests:
             require(not state.waiting and not state.loras.has_waiting, "ended requests wait")
             require(not state.columns.running.any() and not state.loras.running, "ended requests run")

@@ -15,7 +15,6 @@ from tidewheel.tenants import account_of
 
 def check_cache(kv: KVCacheManager) -> None:
     """Check block tables, pool, host tier and sessions. Raise `InternalError`."""
-    kv.check_invariants()
     check_pool(kv._pool)
     check_pool(kv._host)
     check_sessions(kv.sessions)
@@ -25,6 +24,9 @@ def check_cache(kv: KVCacheManager) -> None:
     for row, arrival in kv.transfers.arrivals.items():
         require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")
     named = Counter(chain(kv.transfers.held_blocks(), *tables.values()))
+    references = named + Counter(kv.transfers.held_sources())
+    for block_id, count in enumerate(kv._pool.ref_count):
+        require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
     for row, table in tables.items():
         require(len(set(table)) == len(table), f"row {row} names a block twice")
         for block_id in table[num_sealed[row] :]:

@@ -226,7 +226,7 @@ class Scheduler:
         """Check, if no request is unfinished, that none has left anything. Raise `InternalError`."""
         state = self._state
         if not state.in_flight and not state.requests:
-            require(not state.waiting and not state.loras.has_waiting, "ended requests wait")
+            require(not state.waiting and not state.loras.waiting, "ended requests wait")
             require(not state.columns.running.any() and not state.loras.running, "ended requests run")
             require(state.stats.num_waiting_tokens == 0, "waiting tokens are miscounted")
             require(state.kv.transfers.num_returning_blocks() == 0, "blocks are held without a batch")

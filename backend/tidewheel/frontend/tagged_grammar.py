@@ -25,17 +25,8 @@ from tidewheel.tool_formats.argument_types import (
 from tidewheel.tool_formats.tool_format import Tags
 
 _ANY, _SPACES = "(?s:.*)", r"[\s\x1c-\x1f]*"
-_OBJECT_KEYS = {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "$defs",
-    "definitions",
-    "$schema",
-    "$id",
-    "strict",
-}
+_DEFINITIONS = ("$defs", "definitions")
+_OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$schema", "$id", "strict", *_DEFINITIONS}
 _STRING_KEYS = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"}
 _DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = "([01][0-9]|2[0-3])(:[0-5][0-9]){2}(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -65,10 +56,8 @@ class TaggedGrammar(NamedTuple):
             return
         _check_keys(place, schema, _OBJECT_KEYS)
         required, properties = schema.get("required", []), schema.get("properties", {})
-        parts = []
-        for number, (key, value) in enumerate(
-            (properties | dict.fromkeys({*required} - {*properties}, True)).items()
-        ):
+        parts, values = [], properties | dict.fromkeys({*required} - {*properties}, True)
+        for number, (key, value) in enumerate(values.items()):
             found = self.tags.key.match(f"{key}{self._key_end}.")
             if found is None or found[1].strip() != key:
                 raise Unsupported(f"{place}: the property {show(key)} cannot stand in this model's calls: rename it")
@@ -96,12 +85,10 @@ class TaggedGrammar(NamedTuple):
             yield from self._strings(rules[-1], [f"({' | '.join(json.dumps(json.dumps(word)) for word in words)})"])
         others = sorted(types - {"string", "null", "boolean"}) if texts else sorted(types)
         if others:
-            shared = {key: root[key] for key in ("$defs", "definitions") if key in root} | {
-                "x-guidance": self.options
-            }
-            value = shared | ({"allOf": [schema, {"type": others}]} if texts else schema)
+            shared = {key: root[key] for key in _DEFINITIONS if key in root}
+            own = {"allOf": [schema, {"type": others}]} if texts else schema
             rules.append(f"{rule}_json {self.literal(self.tags.frame + self.tags.closing)}")
-            yield f"{rule}_json: %json {json.dumps(value)}"
+            yield f"{rule}_json: %json {json.dumps({**shared, 'x-guidance': self.options, **own})}"
         yield f"{rule}: {' | '.join(rules)}"
 
     def _strings(self, rule: str, patterns: list[str]) -> Iterator[str]:

@@ -166,10 +166,8 @@ class OutputParser:
         self._state, self._tagged = self._in_arguments, None
         if mark.tags is not None:
             function = (self._expected.tools or {}).get(name, {})
-            self._state, self._tagged = (
-                self._in_tagged,
-                TaggedArguments(mark.tags, mark.closing, function.get("parameters")),
-            )
+            self._state = self._in_tagged
+            self._tagged = TaggedArguments(mark.tags, mark.closing, function.get("parameters"))
         return ParsedOutput(calls=(ToolCall(_new_id(), name, ""),))
 
     def _in_tagged(self) -> ParsedOutput | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -67,6 +68,11 @@ class EndedRequest(msgspec.Struct, frozen=True):
     session: bool = False
     traceparent: str = ""  # empty: none
 
+    def stages(self) -> dict[str, tuple[int, int]]:
+        """Return begin and end of each stage by its name."""
+        moments = (self.arrival_ns, self.scheduled_ns, self.first_token_ns, self.last_token_ns, self.end_ns)
+        return dict(zip(("queue", "prefill", "decode", "send"), itertools.pairwise(moments), strict=True))
+
     @classmethod
     def of(
         cls, request: LiveRequest, end_ns: int, response: Response = (), error: TidewheelError | None = None
@@ -114,10 +120,8 @@ def _line(model: str, ended: EndedRequest, wall_ns: int) -> dict[str, object]:
         "model": model,
         **fields,
         "request_id": ended.request_id[:_MAX_ID_CHARS],
-        "queue_ms": milliseconds(ended.arrival_ns, ended.scheduled_ns),
-        "prefill_ms": milliseconds(ended.scheduled_ns, ended.first_token_ns),
+        **{f"{name}_ms": milliseconds(*moments) for name, moments in ended.stages().items() if name != "send"},
         "first_token_ms": milliseconds(ended.arrival_ns, ended.first_token_ns),
-        "decode_ms": milliseconds(ended.first_token_ns, ended.last_token_ns),
         "total_ms": milliseconds(ended.arrival_ns, ended.end_ns),
         "trace_id": trace_id(ended.traceparent) or None,
     }

@@ -74,23 +74,12 @@ class RequestSpans:
         )
         if ended.tag:
             root.set_status(Status(StatusCode.ERROR, ended.tag))
-        for name, begin_ns, end_ns in stages_of(ended):
-            span: Span = self._tracer.start_span(
-                name, context=set_span_in_context(root), start_time=begin_ns + wall_ns
-            )
-            span.end(end_ns + wall_ns)
+        context = set_span_in_context(root)
+        for name, (begin_ns, end_ns) in ended.stages().items():
+            if begin_ns and end_ns:
+                span: Span = self._tracer.start_span(name, context=context, start_time=begin_ns + wall_ns)
+                span.end(max(begin_ns, end_ns) + wall_ns)
         root.end(ended.end_ns + wall_ns)
-
-
-def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
-    """Return (name, begin, end) of known stages, in monotonic ns."""
-    moments = (
-        ("queue", ended.arrival_ns, ended.scheduled_ns),
-        ("prefill", ended.scheduled_ns, ended.first_token_ns),
-        ("decode", ended.first_token_ns, ended.last_token_ns),
-        ("send", ended.last_token_ns, ended.end_ns),
-    )
-    return [(name, begin, max(begin, end)) for name, begin, end in moments if begin and end]
 
 
 def attributes_of(ended: EndedRequest, model: str) -> Attributes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from support.models import tiny_models
 from support.models.gguf_files import write_model
 from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.cli.main import main
-from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
 from tidewheel.entries.config_rules import CONFIG_RULES
-from tidewheel.entries.findings import Finding, Problem, error
 from tidewheel.runner import device
 from tidewheel.server.repository import write_entry
 
@@ -118,22 +115,6 @@ def test_exit_codes(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> No
 def test_nothing_to_check(tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-
-
-def test_findings_come_as_they_are_found(write: WriteEntry, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = write("demo", CONFIG + setting("sed", "1"))
-    told: list[Finding] = []
-    before: list[int] = []
-
-    def problems(self: model_rules.ModelJudge) -> Iterator[Problem]:
-        for number in range(2):
-            before.append(sum(found.severity == "error" for found in told))
-            yield error("", f"problem {number}")
-
-    monkeypatch.setattr(model_rules.ModelJudge, "problems", problems)
-    report = check(entry, tell=told.append)
-    assert before == [1, 2]
-    assert told == report.findings
 
 
 def test_the_implementation_is_said(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:

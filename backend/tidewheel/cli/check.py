@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import JSON_VERSION, UsageError, add_report_options, counted, printable
 
 if TYPE_CHECKING:
-    from tidewheel.entries.checking import CheckReport, FindingListener
+    from tidewheel.entries.checking import CheckReport
     from tidewheel.entries.findings import Finding
 
 
@@ -34,26 +34,26 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.entries.findings import mend
     from tidewheel.models.model_folder import gguf_file_of
 
-    tell = None if args.fix or args.json else _print_finding
+    is_this_machine = not args.other_machine
     if (args.path / "config.json").is_file() or gguf_file_of(args.path) is not None:
         if args.fix:
             raise UsageError("--fix goes with entries: a model has no config.pbtxt")
-        report = check_model(args.path, args.set, is_this_machine=not args.other_machine, tell=tell)
+        report = check_model(args.path, args.set, is_this_machine=is_this_machine)
     elif args.set:
         raise UsageError("--set goes with a model's folder or file; settings of an entry stand in its config.pbtxt")
     else:
-        report = check(args.path, is_this_machine=not args.other_machine, tell=tell)
+        report = check(args.path, is_this_machine=is_this_machine)
     mended = mend(report.findings) if args.fix else []
     if mended:
-        report = check(args.path, is_this_machine=not args.other_machine)
+        report = check(args.path, is_this_machine=is_this_machine)
     if args.json:
         print(json.dumps(_as_json(report, mended), indent=1))
     else:
         for finding in mended:
             if finding.edit is not None:
                 print(printable(f"{finding.place}: fixed: {finding.edit.old} is now {finding.edit.new}"))
-        for finding in report.findings if args.fix else ():
-            _print_finding(finding)
+        for finding in report.findings:
+            print(printable(f"{finding.place}: {finding.severity}: {finding.message} [{finding.rule}]"))
         cache = {name: f"KV cache {text}" for name, text in report.kv_cache.items()}
         for name, text in (*report.models.items(), *cache.items(), *report.memory.items()):
             print(printable(f"{name}: {text}"))
@@ -62,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
 
 
-def check_model(
-    model: Path, settings: Sequence[str], *, is_this_machine: bool, tell: FindingListener | None
-) -> CheckReport:
+def check_model(model: Path, settings: Sequence[str], *, is_this_machine: bool) -> CheckReport:
     """Check a model as `tidewheel serve --model` would serve it. Raise `ConfigError` for wrong settings."""
     from tidewheel.entries.checking import check
     from tidewheel.server import repository
@@ -72,12 +70,10 @@ def check_model(
     with tempfile.TemporaryDirectory() as folder:
         entry = Path(folder) / repository.served_name(str(model))
         repository.write_entry(entry.parent, str(model), entry.name, repository.parse_settings(settings))
-
-        def of_model(finding: Finding) -> Finding:
-            return finding._replace(file=str(model), line=None, column=None) if folder in finding.file else finding
-
-        report = check(entry, is_this_machine=is_this_machine, tell=tell and (lambda found: tell(of_model(found))))
-        report.findings[:] = map(of_model, report.findings)
+        report = check(entry, is_this_machine=is_this_machine)
+    for index, one in enumerate(report.findings):
+        if folder in one.file:
+            report.findings[index] = one._replace(file=str(model), line=None, column=None)
     return report
 
 
@@ -98,7 +94,3 @@ def _row(finding: Finding) -> dict[str, object]:
     row = finding._asdict()
     edit = row.pop("edit")
     return {**row, "right_name": edit.new if edit else None}
-
-
-def _print_finding(finding: Finding) -> None:
-    print(printable(f"{finding.place}: {finding.severity}: {finding.message} [{finding.rule}]"), flush=True)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,12 +35,9 @@ _MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`
 _NAME = re.compile(r"\w+")
 _NO_MODEL = "no/model"  # stands for a model that is not set
 
-FindingListener = Callable[[Finding], None]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    tell: FindingListener | None = None
     checked: list[str] = field(default_factory=list)  # names of entries
     passed_over: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -48,12 +45,6 @@ class CheckReport:
     kv_cache: dict[str, str] = field(default_factory=dict)  # by name: memory of a token and of the longest request
     memory: dict[str, str] = field(default_factory=dict)  # by name: of the weights, and room for the cache
     needs: dict[str, tuple[EngineConfig, MemoryNeeds]] = field(default_factory=dict)  # by name
-
-    def add(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self.findings.append(finding)
-            if self.tell is not None:
-                self.tell(finding)
 
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self.findings)
@@ -81,27 +72,27 @@ def find_entries(path: Path) -> tuple[Path, list[str]]:
     return folder, names
 
 
-def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | None = None) -> CheckReport:
+def check(path: Path, *, is_this_machine: bool = True) -> CheckReport:
     """Raise `ConfigError` if the path holds no entries."""
-    (repository, names), report = find_entries(path), CheckReport(tell)
+    (repository, names), report = find_entries(path), CheckReport()
     read = {found.parent.name: _read(found.parent) for found in sorted(repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
-        report.add(_without_config(repository))
+        report.findings.extend(_without_config(repository))
     for name in names:
         entry = read[name]
         if isinstance(entry, UnreadableConfig):
             report.checked.append(name)
-            report.add([entry.finding])
+            report.findings.append(entry.finding)
         else:
             _check_entry(replace(entry, others=others, is_this_machine=is_this_machine), report)
     if len(report.needs) > 1:
         from tidewheel.entries.model_rules import together
 
-        report.add(_of_folder("together", "error", repository, text) for text in together(report.needs))
+        report.findings.extend(_of_folder("together", "error", repository, text) for text in together(report.needs))
     if not report.checked and not report.count("warning"):
         message = f"nothing was checked: no entry has backend: {BACKEND!r}"
-        report.add([_of_folder("backend", "warning", path, message)])
+        report.findings.append(_of_folder("backend", "warning", path, message))
     return report
 
 
@@ -116,10 +107,10 @@ def _check_entry(entry: Entry, report: CheckReport) -> None:
     before = report.count("error")
     of_files = sorted(_judge_files(entry), key=lambda found: (found.file, found.line or 0, found.column or 0))
     held_back = [found for found in of_files if (found.rule, found.severity) == ("transactions", "note")]
-    report.add(found for found in of_files if found not in held_back)
-    report.add(_judge_model(entry, report))
+    report.findings.extend(found for found in of_files if found not in held_back)
+    report.findings.extend(_judge_model(entry, report))
     has_errors = report.count("error") > before
-    report.add([] if has_errors else held_back)
+    report.findings.extend(() if has_errors else held_back)
     is_passed_over = not entry.is_ours and not has_errors
     (report.passed_over if is_passed_over else report.checked).append(entry.name)
 

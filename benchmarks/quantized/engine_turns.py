@@ -148,14 +148,17 @@ class EngineProcess:
         self._worker.stop()
 
     def run(
-        self, prompts: Iterable[Sequence[int]], num_tokens: Sequence[int], loras: Sequence[str] = ()
+        self, prompts: Iterable[Sequence[int]], num_tokens: Sequence[int], loras: Sequence[str] = (), **more: object
     ) -> StreamsRun:
-        """Answer all prompts at once, with so many tokens each. `loras`: their adapters (none: the base model)."""
+        """Answer all prompts at once, with so many tokens each. `loras`: their adapters (none: the base model).
+
+        `more`: fields of each request.
+        """
         given = list(prompts)
         began = time.monotonic()
         for number, (prompt, count) in enumerate(zip(given, num_tokens, strict=True)):
             adapter = {"lora": loras[number]} if loras else {}
-            self._worker.send({"id": number, "input_ids": list(prompt), "max_tokens": count, **adapter})
+            self._worker.send({"id": number, "input_ids": list(prompt), "max_tokens": count, **adapter, **more})
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         gaps, num_done = [], 0

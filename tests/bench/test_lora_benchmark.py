@@ -36,8 +36,8 @@ def test_an_answer_is_judged_at_its_first_other_token(tokens: list[int], verdict
 
 
 def test_figures_are_compared_with_the_base_of_as_many_streams() -> None:
-    def figures(rate: float) -> dict[str, float]:
-        return {"tokens_per_s": rate, "gap_p50_ms": 1e3 / rate, "first_token_ms": 1.0}
+    def figures(rate: float) -> dict[str, object]:
+        return {"tokens_per_s": rate, "gap_p50_ms": 1e3 / rate, "first_token_ms": 1.0, "samples": [rate, 2 * rate]}
 
     cases = (*CASES, *LONE_CASES)
     lines = list(rows(cases, {case.name: figures(100.0 if case.streams > 1 else 10.0) for case in cases}))

@@ -80,13 +80,18 @@ class TidewheelLlm:
                 self._done.add(int(request.request_id))
 
         self._core = EngineCore(scheduler, runner, deliver)
+        self._runner, self._lora_path = runner, runner._lora
 
-    def add(self, request_id: int, input_ids: list[int], max_tokens: int, lora: str = "") -> None:
+    def add(
+        self, request_id: int, input_ids: list[int], max_tokens: int, lora: str = "", has_lora_path: bool = True
+    ) -> None:
+        """Add a request. Without `has_lora_path`, steps from now on are those of `enable_lora` false."""
         import numpy as np
 
         from tidewheel.request import Request
         from tidewheel.sampling import SamplingParams
 
+        self._runner._lora = self._lora_path if has_lora_path else None
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         prompt = np.array(input_ids, dtype=np.int32)
         request = Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=time.monotonic())

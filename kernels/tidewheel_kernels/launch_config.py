@@ -123,7 +123,7 @@ def copy_config(size: int) -> LaunchConfig:
 
 @lru_cache
 def rope_config(num_heads: int) -> LaunchConfig:
-    return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=4)
+    return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
 
 
 @lru_cache

@@ -104,7 +104,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
         block=block,
         capacity=min(block, 4096),
         num_warps=1,
-        row_warps=min(max(block // 512, 4), 8),
+        row_warps=min(max(block // 512, 4), 16),
     )
 
 

@@ -131,9 +131,9 @@ class EngineConfig(SchedulingSettings):
 
     # adapters
     enable_lora: bool = False  # requests may name a LoRA adapter; native text models
-    max_loras: int = 8  # adapters that compute in one step, each in a slot of the device
+    max_loras: int = 8  # adapters that compute in one step, each in a slot of the device; at most max_cpu_loras
     max_lora_rank: int = 16  # largest rank of an adapter; on a GPU each slot takes memory for it
-    max_cpu_loras: int | None = None  # adapters in host memory, at least max_loras + 1; none: four times max_loras
+    max_cpu_loras: int | None = None  # adapters kept in host memory; none: four times max_loras
     lora_modules: str = ""  # folders of adapters by name; empty: those of multi_lora.json in the version folder
     lora_dir: str = "loras"  # clients load adapters from folders below it; relative to the version folder
     lora_limits: str = ""  # requests and tokens per second, by adapter
@@ -233,6 +233,7 @@ class EngineConfig(SchedulingSettings):
             self._check_deterministic()
         self._check_kind()
         self._check_pressure()
+        self._check_lora()
         self._check_speculation()
         if self.swap_space > 0.0 and not self.enable_prefix_caching:
             raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
@@ -271,6 +272,13 @@ class EngineConfig(SchedulingSettings):
                     f"and is made of exact weights; set {name} to {allowed[-1]}, or pressure_quantization to none"
                 )
 
+    def _check_lora(self) -> None:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras is {self.max_cpu_loras}, and max_loras {self.max_loras}: adapters on the device stay "
+                "in host memory too; raise max_cpu_loras, or lower max_loras"
+            )
+
     def _check_speculation(self) -> None:
         method = self.speculation
         if method in READ_WITH["draft_model"][1] and not self.draft_model:
@@ -301,6 +309,8 @@ class EngineConfig(SchedulingSettings):
         for key in ("model", "tokenizer", "generation_config", "draft_model"):
             if values.get(key) and base_dir is not None and (base_dir / str(values[key])).exists():
                 values[key] = str((base_dir / str(values[key])).resolve())
+        if (max_cpu_loras := values.get("max_cpu_loras")) is not None:
+            values.setdefault("max_loras", max(1, min(cls.__dataclass_fields__["max_loras"].default, max_cpu_loras)))
         if values.get("enable_lora") and base_dir is not None:
             values["lora_dir"] = str((base_dir / values.get("lora_dir", "loras")).resolve())
             if not values.get("lora_modules") and (folders := read_multi_lora(base_dir)):

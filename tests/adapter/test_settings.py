@@ -239,6 +239,7 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "override_generation_config": '{"top_p": 7}'}, ["override_generation_config", "top_p is 7"]),
         ({"model": "m", "lora_modules": '{"a": "/a"}'}, ["lora_modules is set, and enable_lora is False"]),
         ({"model": "m", "enable_lora": "True", "lora_modules": '{"a": 1}'}, ["lora_modules: a is 1", "path"]),
+        ({"model": "m", "max_loras": "9", "max_cpu_loras": "8"}, ["max_cpu_loras is 8, and max_loras 9", "raise"]),
         ({"model": "m", "engine_off": "demo"}, ["'engine_of'"]),
         ({"model": "m", "zzz": "1"}, ["unknown setting 'zzz'; docs/settings.md lists them"]),
         ({"model": "m", "session_ttl_s": "7200"}, ["session_ttl_s", "7200", "3600"]),

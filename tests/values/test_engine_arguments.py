@@ -160,7 +160,7 @@ DRAFT = {"num_speculative_tokens": 8, "draft_model": "a/b"}
         ({"tokenizer": "m"}, {"tokenizer": ""}),
         ({"revision": "v1", "tokenizer_revision": "v1"}, {"revision": "v1"}),
         ({"enable_lora": "true", "max_cpu_loras": "None"}, {"enable_lora": True, "max_cpu_loras": None}),
-        ({"max_cpu_loras": 4}, {"max_loras": 8, "max_cpu_loras": 4}),
+        ({"max_cpu_loras": 4}, {"max_loras": 4, "max_cpu_loras": 4}),
         ({"max_cpu_loras": 16}, {"max_loras": 8}),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}, LOOKUP),
         ({"speculative_config": '{"method": "suffix", "num-speculative-tokens": 5}'}, LOOKUP),

@@ -78,6 +78,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     [
         ("{", "cannot read the cost model"),
         ('{"schema": 1, "name": "x", "overhead_s": 1, "quantized_share": 0}', "quantized_share is 0"),
+        ('{"schema": 1, "name": "x", "overhead_s": 1, "draft_acceptance": 1.5}', "draft_acceptance is 1.5"),
         ('{"schema": 9}', "schema is not 1"),
         ('{"schema": 1, "name": "x", "overhead_s": -1}', "overhead_s has -1.0: it must be 0 or more"),
         ('{"schema": 1, "name": "x", "overhead_s": 1, "knots": [2]}', "1 knots need 2 slopes"),

@@ -81,9 +81,18 @@ def test_a_history_of_days_is_read(tmp_path: Path, capsys: pytest.CaptureFixture
     assert result["finished"] == 40 and result["replicas"]["most"] >= 1
 
 
-def test_drafts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--set", "speculation=prompt_lookup") == 1
-    assert "simulate with speculation none" in capsys.readouterr().err
+def test_drafts_are_told_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--set", "speculation=prompt_lookup", "--draft-acceptance", "0.9") == 0
+    out = capsys.readouterr().out
+    assert "drafts accepted" in out and "accepted a step" in out
+
+
+@pytest.mark.parametrize("options", [(), ("--draft-acceptance", "0.5", "--coarse")], ids=["unknown", "coarse"])
+def test_drafts_that_cannot_be_simulated_are_refused(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate("--set", "speculation=prompt_lookup", *options) == 1
+    assert "simulate it without --coarse, and with a draft_acceptance" in capsys.readouterr().err
 
 
 def test_deadlines_are_refused_where_steps_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +188,8 @@ def test_a_decision_that_differs_is_told_and_exits_with_1(tmp_path: Path, capsys
         (["--calibrate", "absent.jsonl"], "cannot read the recording absent.jsonl"),
         (["--replay", "a", "--calibrate", "b"], "--replay and --calibrate exclude each other"),
         (["--save-cost", "x.json"], "--save-cost goes with --calibrate"),
+        (["--draft-acceptance", "0.5"], "--draft-acceptance needs --set speculation=METHOD"),
+        (["--set", "speculation=prompt_lookup", "--draft-acceptance", "2"], "--draft-acceptance is 2: it must be"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_that_names_it(

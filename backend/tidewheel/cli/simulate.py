@@ -19,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cost", default="h200-8b", metavar="FILE|NAME", help="how long a step takes (default: %(default)s)")
     settings = "an engine setting, such as max_num_seqs=64 (repeatable)"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=settings)
+    text = "chance that a draft is accepted after accepted ones, with --set speculation=… (default: the cost model's)"
+    add("--draft-acceptance", type=float, metavar="P", help=text)
     add("--lora-load", type=float, default=0.5, metavar="SECONDS", help="to read an adapter (default: %(default)s)")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="write all figures; - writes them to standard output, without the tables")

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,10 @@ _SCALING_COLUMNS = (
     FigureColumn("late", "%", "late_share", 100.0),
     FigureColumn("replica hours", "", "replicas.hours"),
     FigureColumn("most replicas", "", "replicas.most"),
+)
+_DRAFT_COLUMNS = (
+    FigureColumn("drafts accepted", "%", "drafts.accepted_share", 100.0),
+    FigureColumn("accepted a step", "", "drafts.accepted_per_step"),
 )
 _PART_COLUMNS = (
     FigureColumn("requests", "", "num_requests"),
@@ -80,7 +85,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         policies=tuple(dict.fromkeys(args.policy.split(","))),
         num_replicas=scaling_settings.max_replicas,
         router=args.router,
-        cost=cost_of(args.cost),
+        cost=_with_acceptance(cost_of(args.cost), args.draft_acceptance, settings),
         settings=settings,
         record="" if args.record is None else str(args.record),
         scaling=args.scaling or "",
@@ -93,6 +98,16 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     for policy in scenario.policies:
         check_record_folder(scenario.config(policy))
     return scenario
+
+
+def _with_acceptance(cost: CostModel, acceptance: float | None, settings: Mapping[str, str]) -> CostModel:
+    if acceptance is None:
+        return cost
+    if settings.get("speculation", "none") == "none":
+        raise UsageError("--draft-acceptance needs --set speculation=METHOD, which says what drafts")
+    if not 0 <= acceptance <= 1:
+        raise UsageError(f"--draft-acceptance is {acceptance:g}: it must be 0 to 1")
+    return dataclasses.replace(cost, draft_acceptance=acceptance)
 
 
 def _check_search(args: argparse.Namespace) -> None:
@@ -119,7 +134,8 @@ def print_results(scenario: Scenario, results: Sequence[ScenarioResult]) -> None
     cost, settings = scenario.cost, scenario.scaling_settings
     count = f"{settings.min_replicas} to {settings.max_replicas}" if scenario.scaling else settings.max_replicas
     print(f"{count} x {cost.name}: {cost.device}\nrouter {scenario.router}, trace {scenario.arrivals}\n")
-    columns = (*_COLUMNS, *_SCALING_COLUMNS) if scenario.scaling else _COLUMNS
+    columns = _COLUMNS + (_SCALING_COLUMNS if scenario.scaling else ())
+    columns += _DRAFT_COLUMNS if scenario.settings.get("speculation", "none") != "none" else ()
     rows = [[_name(result), *(c.cell(result.figures) for c in columns)] for result in results]
     print(TextTable(["policy", *headings(columns)], rows, num_labels=1).as_text())
     parts = [

@@ -22,9 +22,15 @@ MIN_STEPS = 50
 KNOTS = tuple(2**exponent for exponent in range(1, 16))
 _LINEAR = (
     "seconds_per_kv_byte", "seconds_per_chunk_pair", "seconds_per_row", "seconds_per_sample", "seconds_per_new_row",
-    "seconds_per_encoder_token",
+    "seconds_per_encoder_token", "seconds_per_draft",
 )  # fmt: skip
 MIN_STEPS_PER_SEGMENT = 20  # fewer give a noisy slope
+
+
+class TestedDrafts(NamedTuple):
+    most: int = 0  # of a row
+    num_tested: int = 0  # up to and with the first wrong one of each row
+    num_accepted: int = 0
 
 
 class MeasuredStep(NamedTuple):
@@ -32,6 +38,7 @@ class MeasuredStep(NamedTuple):
     seconds: float  # from start to tokens
     turn_seconds: float | None  # from tokens to the next start; None: idle
     weights: WeightVariant = "full"
+    drafts: TestedDrafts = TestedDrafts()
 
 
 def calibrated(path: Path) -> CostModel:
@@ -69,12 +76,25 @@ def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
             case ApplyEvent() if in_flight:
                 scheduled = in_flight.popleft()
                 start = scheduled.now if last_end is None else max(scheduled.now, last_end)
-                steps.append(MeasuredStep(scheduled.features, event.now - start, None, scheduled.weights))
+                seconds, drafts = event.now - start, _tested_drafts(scheduled, event)
+                steps.append(MeasuredStep(scheduled.features, seconds, None, scheduled.weights, drafts))
                 last_end = event.now
             case FailEvent():
                 in_flight.clear()
                 idle = True
     return steps
+
+
+def _tested_drafts(scheduled: ScheduleEvent, applied: ApplyEvent) -> TestedDrafts:
+    """Return the drafts of a step, in which each row has an entry more than drafts."""
+    counts = np.array(scheduled.drafts)
+    if not counts.any() or not applied.tokens:
+        total = int(counts.sum())
+        return TestedDrafts(int(counts.max(initial=0)), total, total)  # without names, all are accepted
+    firsts = np.cumsum(counts + 1) - (counts + 1)
+    is_accepted = np.frombuffer(applied.tokens, dtype="<i4") >= 0
+    accepted = np.maximum(np.add.reduceat(is_accepted, firsts, dtype=np.int64) - 1, 0)
+    return TestedDrafts(int(counts.max()), int(np.minimum(accepted + 1, counts).sum()), int(accepted.sum()))
 
 
 def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
@@ -91,7 +111,7 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
     rows, tokens, samples, new_rows, kv_tokens, pairs, encoded = features.T
     knots = choose_knots(tokens)
     terms = [np.ones_like(tokens), *_segments(tokens, knots), kv_tokens * kv_bytes_per_token]
-    terms += [pairs, rows, samples, new_rows, encoded]
+    terms += [pairs, rows, samples, new_rows, encoded, np.array([step.drafts.most for step in steps])]
     design = np.stack(terms, axis=1)
     values = nonnegative_least_squares(design, seconds)
     num_linear = len(_LINEAR)
@@ -110,8 +130,14 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
         **facts,
     )
     predicted = np.array([model.step_seconds(step.features) for step in steps])
-    share = _quantized_share(quantized, model)
-    return dataclasses.replace(model, fit=_quality(seconds, predicted), quantized_share=share)
+    share, acceptance = _quantized_share(quantized, model), _acceptance([step.drafts for step in steps])
+    quality = _quality(seconds, predicted)
+    return dataclasses.replace(model, fit=quality, quantized_share=share, draft_acceptance=acceptance)
+
+
+def _acceptance(drafts: Sequence[TestedDrafts]) -> float | None:
+    num_tested = sum(one.num_tested for one in drafts)
+    return sum(one.num_accepted for one in drafts) / num_tested if num_tested else None
 
 
 def _quantized_share(steps: Sequence[MeasuredStep], model: CostModel) -> float | None:

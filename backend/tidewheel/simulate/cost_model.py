@@ -1,7 +1,7 @@
 """Time of a step from its contents.
 
     seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
-                  + encoder_tokens · f + swapped_bytes · h
+                  + encoder_tokens · f + swapped_bytes · h + most_drafts · i
 
 *overhead* includes reading the weights; *gemm*, the products' time beyond that, is piecewise linear and never falls
 (roofline: Williams, Waterman, Patterson, CACM 2009). A step without text, of a shape that was measured, takes
@@ -50,6 +50,8 @@ class CostModel:
     seconds_per_swapped_byte: float = 0.0  # between KV cache and host tier, one way
     shapes: dict[str, tuple[float, float]] = field(default_factory=dict)  # overhead and seconds per token, by bucket
     quantized_share: float | None = None  # of overhead and gemm, with quantised weights; None: not measured
+    draft_acceptance: float | None = None  # chance that a draft is right after right ones; None: not measured
+    seconds_per_draft: float = 0.0  # of the row with the most: what drafts them, one after another
     turn_overhead_s: float = 0.0
     turn_seconds_per_row: float = 0.0
     fit: dict[str, float] = field(default_factory=dict)
@@ -73,6 +75,8 @@ class CostModel:
             yield "block_size, num_blocks and kv_element_bytes must be at least 1"
         if self.quantized_share == 0:
             yield "quantized_share is 0: it must be above 0"
+        if self.draft_acceptance is not None and self.draft_acceptance > 1:
+            yield f"draft_acceptance is {self.draft_acceptance:g}: it must be 0 to 1"
         if self.overhead_s + sum(self.seconds_per_token) <= 0:
             yield "overhead_s and seconds_per_token are 0: steps take no time"
 

@@ -15,6 +15,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.iterative import BLOCKS_PER_ROW
+from tidewheel.record.recorded_events import StepFeatures
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan
@@ -187,10 +188,10 @@ def simulator_of(
     config: EngineConfig, info: EngineInfo, trace: Trace, cost: CostModel, **deployment: Any
 ) -> Simulator:
     """Raise `ConfigError` for settings that cannot be simulated."""
-    if config.speculation != "none":
+    if config.speculation != "none" and (deployment.get("coarse") or cost.draft_acceptance is None):
         raise ConfigError(
-            f"speculation is {config.speculation}, and simulated tokens say nothing of how many drafts are accepted: "
-            "simulate with speculation none"
+            f"speculation is {config.speculation}: simulate it without --coarse, and with a draft_acceptance in the "
+            "cost model, from --calibrate of a recording that has drafts, or from --draft-acceptance"
         )
     return Simulator(
         trace,
@@ -201,6 +202,7 @@ def simulator_of(
         block_size=info.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         session_ttl_s=config.session_ttl_s,
+        has_free_drafts=config.speculation == "prompt_lookup",
         **deployment,
     )
 
@@ -231,4 +233,11 @@ def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int)
         enable_prefix_caching=config.enable_prefix_caching,
         load_seconds=0.0,
         async_scheduling=is_async(config, device),
+        decode_seconds=_decode_seconds(cost, config.max_num_seqs),
     )
+
+
+def _decode_seconds(cost: CostModel, most: int) -> list[tuple[int, float]]:
+    """Return the seconds of steps of 1, 2, 4, … decodes, as an engine measures them at load."""
+    sizes = [1 << exponent for exponent in range(most.bit_length())]
+    return [(n, cost.step_seconds(StepFeatures(n, n, n, 0, n, 0)) + cost.turn_seconds(n)) for n in sizes]

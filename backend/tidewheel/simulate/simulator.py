@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.batch import Int32Array, Int64Array, RowArray, SampledTokens, ScheduledBatch
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.fleet.router import RoutedRequest, Router
 from tidewheel.fleet.routers import ROUTERS
 from tidewheel.fleet.scaling import ReplicaReport
-from tidewheel.record.recorded_events import STOP_TOKEN, step_features
+from tidewheel.record.recorded_events import ORDINARY_TOKEN, STOP_TOKEN, step_features
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.coarse_replica import CoarseLimits, CoarseReplica
 from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.drafts import SimulatedDrafts
 from tidewheel.simulate.fleet import ScalingPlan, SimulatedFleet, SimulatedReplica
 from tidewheel.simulate.lora_loader import LoraLoader
 from tidewheel.simulate.outcomes import Figures, SimulatedRequest, SimulationOutcomes, Told, summarise
@@ -49,6 +50,7 @@ class EngineReplica:
         block_size: int = 1,
         has_tokens: bool = False,
         has_deadlines: bool = False,
+        has_free_drafts: bool = False,
         lora_load_s: float = 0.0,
     ) -> None:
         self.number = number
@@ -70,10 +72,20 @@ class EngineReplica:
         self._lasts: dict[str, tuple[int, int]] = {}  # last position and offset by id, before a row
         self._last_positions = np.zeros(num_rows, dtype=np.int64)  # by row
         self._offsets = np.zeros(num_rows, dtype=np.int64)  # in the pool, by row
-        self._ordinary = np.ones(num_rows, dtype=np.int32)
         self._in_flight: deque[tuple[ScheduledBatch, float]] = deque()  # batch, end
         self._device_free = 0.0
         self._completes = False  # the turn begins with the oldest batch's end
+        if scheduler.max_drafts:
+            assert cost.draft_acceptance is not None
+            drafts = SimulatedDrafts(
+                num_rows,
+                scheduler.max_drafts,
+                cost.draft_acceptance,
+                self._tokens_at,
+                is_free=has_free_drafts,
+                seed=number,
+            )
+            scheduler.use_proposer(drafts)
 
     def submit(self, now: float, index: int) -> float | None:
         """Queue the request of a trace index. The scheduler does not know its output length."""
@@ -142,6 +154,8 @@ class EngineReplica:
         for new in batch.new_rows:
             self._last_positions[new.row], self._offsets[new.row] = self._lasts[new.request.request_id]
         seconds = self._cost.step_seconds(step_features(batch), batch.weights)
+        if len(batch.draft_tokens):
+            seconds += self._cost.seconds_per_draft * (int(np.bincount(batch.rows).max()) - 1)
         moves = batch.transfers
         if num_swapped := len(moves.swap_in_blocks) + len(moves.swap_out_blocks):
             seconds += self._cost.swap_seconds(num_swapped, self._block_size)
@@ -161,15 +175,19 @@ class EngineReplica:
             self._end(request)
 
     def _tokens(self, batch: ScheduledBatch) -> Int32Array:
-        rows = batch.rows
-        positions = batch.start_positions + batch.num_scheduled_tokens
-        if self._pool is None:
-            tokens = self._ordinary[: len(rows)].copy()
-        else:
-            tokens = self._pool.take(self._offsets.take(rows) + positions)
-        tokens[positions == self._last_positions.take(rows)] = STOP_TOKEN
-        if batch.num_decodes < len(rows):
+        tokens = self._tokens_at(batch.rows, batch.start_positions + batch.num_scheduled_tokens)
+        if batch.num_decodes < len(batch.rows):
             tokens[~batch.samples] = SampledTokens.NOT_SAMPLED
+        return tokens
+
+    def _tokens_at(self, rows: RowArray | Int32Array, positions: Int32Array | Int64Array) -> Int32Array:
+        """Return the tokens of a request's row by position, of equal shapes; stops from the last one on."""
+        last_positions = self._last_positions.take(rows)
+        if self._pool is None:
+            tokens = np.full(positions.shape, ORDINARY_TOKEN, dtype=np.int32)
+        else:
+            tokens = self._pool.take(self._offsets.take(rows) + np.minimum(positions, last_positions))
+        tokens[positions >= last_positions] = STOP_TOKEN
         return tokens
 
     def _end(self, request: Request) -> None:
@@ -201,6 +219,7 @@ class Simulator:
         max_tokens: int | None = None,
         scaling: ScalingPlan | None = None,
         coarse: CoarseLimits | None = None,
+        has_free_drafts: bool = False,
         lora_load_s: float = 0.0,
     ) -> None:
         """Give every request `max_tokens` (None: the trace's longest output). Start with `num_replicas`."""
@@ -236,6 +255,7 @@ class Simulator:
                 block_size=block_size,
                 has_tokens=enable_prefix_caching,
                 has_deadlines=bool(np.isfinite((trace.deadlines, trace.ttft_objectives)).any()),
+                has_free_drafts=has_free_drafts,
                 lora_load_s=lora_load_s,
             )
 
@@ -269,7 +289,15 @@ class Simulator:
             "hours": self.fleet.replica_seconds(end) / 3600,
             "most": max((count for _, count in self.fleet.changes), default=0),
         }
-        return {**summarise(self.outcomes), "replicas": replicas}
+        return {**summarise(self.outcomes), "replicas": replicas, "drafts": self._drafts()}
+
+    def _drafts(self) -> Figures:
+        stats = [replica.scheduler.stats() for replica in self.replicas if isinstance(replica, EngineReplica)]
+        accepted = sum(one.num_accepted_draft_tokens for one in stats)
+        return {
+            "accepted_share": accepted / max(sum(one.num_draft_tokens for one in stats), 1),
+            "accepted_per_step": accepted / max(sum(one.num_drafts for one in stats), 1),  # of a request with drafts
+        }
 
     def _advance(self, until: float, num_arrivals: int) -> None:
         while (event := self.fleet.next_event) <= until and event < math.inf:

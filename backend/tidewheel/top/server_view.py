@@ -6,22 +6,143 @@ function, and arguments. Rates are per second, over the last `watch.WINDOW_S`. N
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 from tidewheel import metrics
+from tidewheel.bench.tables import NOTHING, number
 from tidewheel.engine.messages import RequestRow
+from tidewheel.errors import printable
 from tidewheel.request import Priority
-from tidewheel.top.figure_text import Bytes, Count, Name, Number, Rate, Seconds, Share, count
-from tidewheel.top.metric_changes import PageChange, label_values
+from tidewheel.settings import shown_bytes
+from tidewheel_client.server_pages import Figures
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 TokenLine = TypeVar("TokenLine", "TenantLine", "LoraLine")
+_MODEL_LABELS = ("model", "model_name")
 _BREAKER = ("closed", "half open", "open")
+_FULL, _EMPTY, _BAR_CHARS = "█", "░", 8
+
+
+def figures_of_model(figures: Figures, model: str) -> Figures:
+    """Return the metrics of a model, and metrics without a model."""
+    series = (one for name in figures.names for one in figures.samples(name))
+    models = ((one, [one.labels[label] for label in _MODEL_LABELS if label in one.labels]) for one in series)
+    return Figures(one for one, named in models if not named or model in named)
+
+
+def label_values(figures: Figures, metric: metrics.Metric, label: str) -> list[str]:
+    return sorted({one.labels[label] for one in figures.samples(metric.name) if label in one.labels})
+
+
+class PageChange(NamedTuple):
+    before: Figures
+    after: Figures
+    seconds: float  # between both
+
+    def total(self, metric: metrics.Metric, **labels: str) -> float | None:
+        """Return the sum of a metric over the series with these labels, or None without any."""
+        return _total(self.after, metric, labels)
+
+    def total_or_zero(self, metric: metrics.Metric, **labels: str) -> float:
+        return self.total(metric, **labels) or 0.0
+
+    def highest(self, metric: metrics.Metric, **labels: str) -> float | None:
+        return max((one.value for one in self.after.samples(metric.name, **labels)), default=None)
+
+    def growth(self, metric: metrics.Metric, **labels: str) -> float | None:
+        now, then = self.total(metric, **labels), _total(self.before, metric, labels) or 0.0
+        return now - then if now is not None and now >= then else now  # it has begun anew
+
+    def rate(self, metric: metrics.Metric, **labels: str) -> float | None:
+        """Return a counter's growth per second; None without the counter or a second page."""
+        growth = self.growth(metric, **labels)
+        return None if growth is None or self.seconds <= 0 else growth / self.seconds
+
+    def ratio(self, part: metrics.Metric, whole: metrics.Metric, **labels: str) -> float | None:
+        """Return the growth of `part` over that of `whole`; None if either is unknown or 0."""
+        grown, by = self.growth(part, **labels), self.growth(whole, **labels)
+        return grown / by if grown is not None and by else None
+
+    def quantile(self, metric: metrics.Metric, share: float) -> float | None:
+        """Return the quantile of values observed between the pages, None without values.
+
+        Values are interpolated within a bucket; in the last bucket the quantile is its lower bound.
+        """
+        then, now = _buckets(self.before, metric), _buckets(self.after, metric)
+        counts = {bound: count - then.get(bound, 0.0) for bound, count in now.items()}
+        if min(counts.values(), default=0.0) < 0:  # begun anew
+            counts = now
+        wanted = share * counts.get(math.inf, 0.0)
+        for (low, below), (high, count) in itertools.pairwise([(0.0, 0.0), *counts.items()]):
+            if count >= wanted and count > below:
+                return low if math.isinf(high) else low + (high - low) * (wanted - below) / (count - below)
+        return None
+
+
+def _total(figures: Figures, metric: metrics.Metric, labels: dict[str, str]) -> float | None:
+    values = [one.value for one in figures.samples(metric.name, **labels)]
+    return sum(values) if values else None
+
+
+def _buckets(figures: Figures, metric: metrics.Metric) -> dict[float, float]:
+    """Return the cumulative counts of a histogram by upper bound, ascending."""
+    counts: dict[float, float] = {}
+    for one in figures.samples(f"{metric.name}_bucket"):
+        bound = float(one.labels["le"])
+        counts[bound] = counts.get(bound, 0.0) + one.value
+    return dict(sorted(counts.items()))
+
+
+def name(text: str) -> str:
+    return printable(text) or NOTHING
+
+
+def count(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    return NOTHING if value is None else f"{number(value)}/s" if value else "0/s"
+
+
+def percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.0f} %"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def size(num_bytes: int | None) -> str:
+    return NOTHING if num_bytes is None else shown_bytes(num_bytes)
+
+
+def bar(share: float | None) -> str:
+    if share is None:
+        return NOTHING
+    full = round(min(max(share, 0.0), 1.0) * _BAR_CHARS)
+    return f"{_FULL * full}{_EMPTY * (_BAR_CHARS - full)} {percent(share)}"
+
+
+Name = Annotated[str, name]
+Count = Annotated[float | None, count]
+Number = Annotated[float | None, number]
+Rate = Annotated[float | None, rate]
+Share = Annotated[float | None, percent]
+Bar = Annotated[float | None, bar]
+Seconds = Annotated[float | None, duration]
+Bytes = Annotated[int | None, size]
 
 
 def read(cls: type[Line], change: PageChange, *, labels: dict[str, str] | None = None, **others: object) -> Line:
@@ -31,9 +152,9 @@ def read(cls: type[Line], change: PageChange, *, labels: dict[str, str] | None =
     return cls(**figures, **others)
 
 
-def cells(line: msgspec.Struct) -> list[str]:
-    """Return a line's fields as text, in their order, which is that of a table's columns."""
-    return [write(getattr(line, name)) for name, (write, *_) in _annotations(type(line)).items()]
+def texts(line: msgspec.Struct) -> dict[str, str]:
+    """Return a line's fields as text by name, in their order, which is that of a table's columns."""
+    return {name: write(getattr(line, name)) for name, (write, *_) in _annotations(type(line)).items()}
 
 
 @cache
@@ -131,7 +252,7 @@ class LoraLine(msgspec.Struct, kw_only=True):
 
 
 class CacheLine(msgspec.Struct, kw_only=True):
-    use: Annotated[Share, _cache_use]  # share of the blocks
+    use: Annotated[Bar, _cache_use]  # share of the blocks
     num_blocks: Annotated[Count, _cache_blocks, "max"]
     cached_blocks: Annotated[Count, PageChange.total, metrics.BLOCKS_CACHED]
     hit_rate: Annotated[Share, PageChange.ratio, metrics.HIT_TOKENS, metrics.QUERIED_TOKENS]  # of those that enter
@@ -146,7 +267,7 @@ class StepLine(msgspec.Struct, kw_only=True):
     tokens_rate: Annotated[Rate, PageChange.rate, metrics.SCHEDULED_TOKENS]  # computed
     tokens_per_step: Annotated[Number, PageChange.ratio, metrics.SCHEDULED_TOKENS, metrics.STEPS]
     seconds_per_step: Annotated[Seconds, PageChange.ratio, metrics.STEP_SECONDS, metrics.STEPS]
-    busy: Annotated[Share, PageChange.highest, metrics.BUSY]  # share of the time
+    busy: Annotated[Bar, PageChange.highest, metrics.BUSY]  # share of the time
     accepted_drafts: Annotated[Share, PageChange.ratio, metrics.ACCEPTED_DRAFT_TOKENS, metrics.DRAFT_TOKENS]
     accepted_per_step: Annotated[Number, PageChange.ratio, metrics.ACCEPTED_DRAFT_TOKENS, metrics.DRAFTS]
     token_budget: Annotated[Count, PageChange.total, metrics.TOKEN_BUDGET]

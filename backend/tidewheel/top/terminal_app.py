@@ -24,11 +24,9 @@ _GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING", "SLOW")
 _HELP = """\
 q           quit
 s           next order of the requests
-r           turn the order round
 up, down    choose a request
 k           cancel the chosen request, after a question
 p           pause, and go on
-v           figures or requests, where a low terminal has no room for both
 ?           this help
 
 Rates are those of the last 10 seconds. Errors have the tags of docs/errors.md. The second line \
@@ -46,15 +44,12 @@ class TerminalApp(App[None]):
         (100, "-wide"),
         (150, "-huge"),
     ]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (40, "-tall")]  # noqa: RUF012
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("s", "sort", "sort"),
-        Binding("r", "reverse", "reverse"),
         Binding("k", "cancel", "cancel a request"),
         Binding("p", "pause", "pause"),
-        Binding("v", "turn_page", "figures or requests"),
         Binding("question_mark", "help", "help", key_display="?"),
     ]
 
@@ -65,7 +60,6 @@ class TerminalApp(App[None]):
         self._view = first
         self._problem = ""
         self._orders = deque(view_text.ORDERS)  # the first is shown
-        self._is_reversed = False
         self._is_paused = False
         self._lines: dict[str, RequestLine] = {}  # by key of the row
 
@@ -88,28 +82,18 @@ class TerminalApp(App[None]):
         self.set_interval(self._interval_s, self._look)
 
     def action_sort(self) -> None:
-        self.screen.add_class("requests-only")
         self._orders.rotate(-1)
-        self._draw()
-
-    def action_reverse(self) -> None:
-        self.screen.add_class("requests-only")
-        self._is_reversed = not self._is_reversed
         self._draw()
 
     def action_pause(self) -> None:
         self._is_paused = not self._is_paused
         self._draw()
 
-    def action_turn_page(self) -> None:
-        self.screen.toggle_class("requests-only")
-
     def action_help(self) -> None:
         self.push_screen(QuestionScreen(_HELP, keys="Press any key."))
 
     @work(exclusive=True, group="question")
     async def action_cancel(self) -> None:
-        self.screen.add_class("requests-only")
         chosen = self._lines.get(self._chosen_key())
         if chosen is None:
             self.notify("no request is chosen")
@@ -160,7 +144,7 @@ class TerminalApp(App[None]):
     def _draw_requests(self) -> None:
         table, order = self._requests, self._orders[0]
         chosen = self._chosen_key()
-        rows = view_text.ordered(self._view, order, is_reversed=self._is_reversed)
+        rows = view_text.ordered(self._view, order)
         self._lines = {f"{one.engine}/{one.engine_pid}/{one.number}": one for one in rows}
         table.border_title = escape(view_text.requests_title(self._view, order))
         table.clear()

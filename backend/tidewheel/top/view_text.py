@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -8,13 +8,11 @@ import msgspec
 from tidewheel.bench.tables import NOTHING, TextTable, number
 from tidewheel.errors import Busy
 from tidewheel.request import Priority
-from tidewheel.top.figure_text import count, duration, name, per_second, percent
-from tidewheel.top.server_view import ErrorLine, RequestLine, ServerView, cells
+from tidewheel.top.server_view import ErrorLine, RequestLine, ServerView, count, duration, name, percent, rate, texts
 
 MAX_BUSIEST = 8  # tenants and adapters that are shown
 MAX_PLAIN_REQUESTS = 20  # of --once
 _INDENT = "  "
-_FULL, _EMPTY = "█", "░"
 OVERLOAD_TAGS = frozenset({"TW-BUSY", "TW-KV-FULL", "TW-DEADLINE"})
 GONE_TAG = "TW-CANCELLED"  # of clients that hung up
 FULL_CACHE = 0.95
@@ -52,6 +50,39 @@ REQUEST_COLUMNS: Sequence[tuple[str, Callable[[RequestLine], str]]] = (  # heade
     ("id", lambda one: name(one.request_id)),
 )
 NUM_TEXTS = 2  # columns at the end, whose cells clients choose
+# Panels: a label, and fields of a line as text.
+_TRAFFIC = {
+    "running / waiting": "{running} / {waiting}",
+    "received / finished": "{received_rate} / {finished_rate}",
+    "refused / failed": "{refused_rate} / {failed_rate}",
+    "tokens in / out": "{prompt_tokens_rate} / {output_tokens_rate}",
+    "first token p50/p95": "{first_token_p50_s} / {first_token_p95_s}",
+    "next token p50/p95": "{inter_token_p50_s} / {inter_token_p95_s}",
+    "queue p95": "{queue_p95_s}",
+    "answers in time": "{in_time}",
+}
+_GATEWAY = {"gateway open": "{open_requests}, {requests_rate}"}
+_STEPS = {
+    "busy": "{busy}",
+    "time of a step": "{seconds_per_step}",
+    "steps": "{rate}",
+    "tokens computed": "{tokens_rate}",
+    "tokens a step": "{tokens_per_step} of {token_budget}",
+    "rows at most": "{max_num_seqs}",
+    "preemptions": "{preemptions}, {preemptions_rate}",
+    "breaker": "{breaker}",
+    "drafts accepted": "{accepted_drafts}, {accepted_per_step} a step",
+    "restarts": "{restarts}",
+}
+_CACHE = {
+    "in use": "{use}",
+    "blocks": "{num_blocks}",
+    "reusable blocks": "{cached_blocks}",
+    "tokens found": "{hit_rate}",
+    "sessions": "{sessions}, {session_blocks} blocks",
+    "host blocks": "{host_blocks}, {host_blocks_free} free",
+}
+_OPTIONAL = ("drafts accepted", "restarts", "host blocks")  # not shown while nothing is known of them
 _CLASSES = (
     "class", "running", "waiting", "oldest wait", "longest wait", "started", "shed", "evicted", "in time",
     "objectives",
@@ -68,7 +99,11 @@ def headline(view: ServerView) -> str:
 
 
 def panels(view: ServerView) -> list[TextSection]:
-    return [_traffic(view), _steps(view), _cache(view)]
+    traffic, steps, cache = _panel(view.traffic, _TRAFFIC), _panel(view.steps, _STEPS), _panel(view.cache, _CACHE)
+    if view.gateway is not None:
+        traffic += _panel(view.gateway, _GATEWAY)
+    titled = {"traffic": traffic, "steps": steps, "KV cache": cache}
+    return [TextSection(title, TextTable(["", ""], rows, num_labels=1)) for title, rows in titled.items()]
 
 
 def tables(view: ServerView) -> list[TextSection]:
@@ -93,8 +128,8 @@ def requests_title(view: ServerView, order: str) -> str:
     return f"requests: {view.num_sequences} unfinished, {order}{note}"
 
 
-def ordered(view: ServerView, order: str, *, is_reversed: bool = False) -> list[RequestLine]:
-    return sorted(view.requests, key=ORDERS[order], reverse=is_reversed)
+def ordered(view: ServerView, order: str) -> list[RequestLine]:
+    return sorted(view.requests, key=ORDERS[order])
 
 
 def as_text(view: ServerView) -> str:
@@ -115,59 +150,10 @@ def _lines(table: TextTable) -> list[str]:
     return [f"{_INDENT}{line}" for line in (text if any(table.header) else text[1:])]
 
 
-def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> TextSection:
-    return TextSection(title, TextTable(["", ""], [list(row) for row in rows], num_labels=1))
-
-
-def _traffic(view: ServerView) -> TextSection:
-    one = view.traffic
-    rows = [
-        ("running / waiting", f"{count(one.running)} / {count(one.waiting)}"),
-        ("received / finished", f"{per_second(one.received_rate)} / {per_second(one.finished_rate)}"),
-        ("refused / failed", f"{per_second(one.refused_rate)} / {per_second(one.failed_rate)}"),
-        ("tokens in / out", f"{per_second(one.prompt_tokens_rate)} / {per_second(one.output_tokens_rate)}"),
-        ("first token p50/p95", f"{duration(one.first_token_p50_s)} / {duration(one.first_token_p95_s)}"),
-        ("next token p50/p95", f"{duration(one.inter_token_p50_s)} / {duration(one.inter_token_p95_s)}"),
-        ("queue p95", duration(one.queue_p95_s)),
-        ("answers in time", percent(one.in_time)),
-    ]
-    if view.gateway is not None:
-        gateway = view.gateway
-        rows.append(("gateway open", f"{count(gateway.open_requests)}, {per_second(gateway.requests_rate)}"))
-    return _pairs("traffic", rows)
-
-
-def _steps(view: ServerView) -> TextSection:
-    one = view.steps
-    rows = [
-        ("busy", bar(one.busy)),
-        ("time of a step", duration(one.seconds_per_step)),
-        ("steps", per_second(one.rate)),
-        ("tokens computed", per_second(one.tokens_rate)),
-        ("tokens a step", f"{number(one.tokens_per_step)} of {count(one.token_budget)}"),
-        ("rows at most", count(one.max_num_seqs)),
-        ("preemptions", f"{count(one.preemptions)}, {per_second(one.preemptions_rate)}"),
-        ("breaker", name(one.breaker)),
-    ]
-    if one.accepted_drafts is not None:
-        rows.append(("drafts accepted", f"{percent(one.accepted_drafts)}, {number(one.accepted_per_step)} a step"))
-    if one.restarts is not None:
-        rows.append(("restarts", count(one.restarts)))
-    return _pairs("steps", rows)
-
-
-def _cache(view: ServerView) -> TextSection:
-    one = view.cache
-    rows = [
-        ("in use", bar(one.use)),
-        ("blocks", count(one.num_blocks)),
-        ("reusable blocks", count(one.cached_blocks)),
-        ("tokens found", percent(one.hit_rate)),
-        ("sessions", f"{count(one.sessions)}, {count(one.session_blocks)} blocks"),
-    ]
-    if one.host_blocks:
-        rows.append(("host blocks free", f"{count(one.host_blocks_free)} of {count(one.host_blocks)}"))
-    return _pairs("KV cache", rows)
+def _panel(line: msgspec.Struct, templates: Mapping[str, str]) -> list[list[str]]:
+    values = texts(line)
+    rows = [[label, template.format(**values)] for label, template in templates.items()]
+    return [row for row in rows if row[0] not in _OPTIONAL or not row[1].startswith(NOTHING)]
 
 
 def _busiest(what: str, header: Sequence[str], lines: Sequence[msgspec.Struct]) -> TextSection:
@@ -176,7 +162,7 @@ def _busiest(what: str, header: Sequence[str], lines: Sequence[msgspec.Struct]) 
 
 
 def _table(title: str, header: Sequence[str], lines: Sequence[msgspec.Struct]) -> TextSection:
-    rows = [cells(line)[: len(header)] for line in lines]
+    rows = [list(texts(line).values())[: len(header)] for line in lines]
     return TextSection(title, TextTable(list(header), rows, num_labels=1))
 
 
@@ -186,13 +172,11 @@ def verdict(view: ServerView) -> str:
         return f"NOT READY: {view.reason or view.state}"
     if view.gateway_problem:
         return f"GATEWAY: {view.gateway_problem}"
-    failing = [
-        f"{one.tag} {per_second(one.failed_rate)}" for one in view.errors if one.tag != GONE_TAG and one.failed_rate
-    ]
+    failing = [f"{one.tag} {rate(one.failed_rate)}" for one in view.errors if one.tag != GONE_TAG and one.failed_rate]
     if failing:
         return f"FAILING: {', '.join(failing)}"
     limited = view.traffic.rate_limited_rate or 0.0
-    refused = [f"{one.tag} {per_second(one.refused_rate)}" for one in view.errors if _is_overload(one, limited)]
+    refused = [f"{one.tag} {rate(one.refused_rate)}" for one in view.errors if _is_overload(one, limited)]
     if refused:
         return f"OVERLOADED: refuses {', '.join(refused)}; {_queue(view)}"
     if _queues(view) and (view.cache.use or 0.0) >= FULL_CACHE:
@@ -205,10 +189,8 @@ def verdict(view: ServerView) -> str:
 
 
 def _is_overload(line: ErrorLine, limited: float) -> bool:
-    rate = line.refused_rate or 0.0
-    if line.tag == Busy.tag:
-        rate -= limited
-    return line.tag in OVERLOAD_TAGS and rate > LEAST_RATE
+    by_rates = limited if line.tag == Busy.tag else 0.0
+    return line.tag in OVERLOAD_TAGS and (line.refused_rate or 0.0) - by_rates > LEAST_RATE
 
 
 def _limited_tenants(view: ServerView) -> str:
@@ -240,10 +222,3 @@ def _queue(view: ServerView) -> str:
 
 def _pace(view: ServerView) -> str:
     return f"a step takes {duration(view.steps.seconds_per_step)}"
-
-
-def bar(share: float | None, width: int = 8) -> str:
-    if share is None:
-        return NOTHING
-    full = round(min(max(share, 0.0), 1.0) * width)
-    return f"{_FULL * full}{_EMPTY * (width - full)} {percent(share)}"

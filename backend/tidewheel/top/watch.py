@@ -19,8 +19,7 @@ from tidewheel.metrics import LORA_REQUESTS, RECEIVED, TENANT_REQUESTS
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
 from tidewheel.top import TopError, server_view
-from tidewheel.top.metric_changes import PageChange, figures_of_model, label_values
-from tidewheel.top.server_view import RankLine, RequestLine, ServerView
+from tidewheel.top.server_view import PageChange, RankLine, RequestLine, ServerView, figures_of_model, label_values
 from tidewheel.top.view_text import verdict
 from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.facade import run

@@ -21,8 +21,7 @@ from tidewheel_queue.jobs import (
     pack,
     unpack,
 )
-from tidewheel_queue.lua_scripts import QueueNames
-from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint, RedisEndpoint
+from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint, QueueNames, RedisEndpoint
 
 BOUND = 10_000
 RESULT_TTL_S = 86_400.0

@@ -16,9 +16,7 @@ from tidewheel_client.async_client import AsyncClient
 from tidewheel_client.errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
 from tidewheel_client.facade import AsyncEvent
 from tidewheel_queue.jobs import Job, unpack
-from tidewheel_queue.lua_scripts import QueueNames
-from tidewheel_queue.redis_endpoint import RedisEndpoint
-from tidewheel_queue.server_gate import ServerGate
+from tidewheel_queue.redis_endpoint import QueueNames, RedisEndpoint
 from tidewheel_queue.worker_store import (
     Batcher,
     FinishedJob,
@@ -35,6 +33,7 @@ _BEATS_PER_LEASE = 3
 _LOWEST_FIRST_EVERY = 16  # takes begin with the lowest class, against starvation
 _LONGEST_HOLD_S = 5.0  # of a job, while the server is busy
 _FIRST_BUSY_WAIT_S = 0.25
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 2.0  # at a server that is away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +253,62 @@ class Worker:
         async with self._taking:
             self.figures.given_back += await self._store.give_back(set(self._held) - {taken.id})
         return False
+
+
+class ServerGate:
+    """Gate of a worker, shut while the server is away or busy. Each opening calls `on_open`."""
+
+    def __init__(self, client: AsyncClient, note: Callable[[str], None], on_open: Callable[[], None]) -> None:
+        self._client = client
+        self._note = note
+        self._on_open = on_open
+        self._opened = asyncio.Event()
+        self._shut = asyncio.Event()
+        self._ending = AsyncEvent()
+        self._paused_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set() and time.monotonic() >= self._paused_until
+
+    def shut(self, reason: str) -> None:
+        if self._opened.is_set() and not self._ending.is_set():
+            self._note(f"the server at {self._client.url} is away, its jobs wait for it: {reason}")
+            self._opened.clear()
+            self._shut.set()
+
+    def pause(self, seconds: float) -> None:
+        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+
+    async def wait(self, seconds: float = 0.0) -> bool:
+        """Wait `seconds`, then until the gate opens. Return False if the worker ends."""
+        if seconds > 0:
+            await self._ending.wait_for(seconds)
+        await self._opened.wait()
+        return not self._ending.is_set()
+
+    def end(self) -> None:
+        """Open the gate for good, so that waiting tasks give back their jobs."""
+        self._ending.set()
+        self._opened.set()
+
+    async def run(self) -> None:
+        while True:
+            look_s = _FIRST_LOOK_S
+            while not await self._is_ready():
+                await asyncio.sleep(look_s)
+                look_s = min(2 * look_s, _LONGEST_LOOK_S)
+            self._note(f"model {self._client.model!r} at {self._client.url} is ready")
+            self._opened.set()
+            self._on_open()
+            await self._shut.wait()
+            self._shut.clear()
+
+    async def _is_ready(self) -> bool:
+        try:
+            return await self._client.is_ready()
+        except RequestError:
+            return False
 
 
 def _done(taken: TakenJob, completion: Completion) -> FinishedJob:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import operator
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -13,10 +14,10 @@ from redis import asyncio as redis_asyncio
 from redis import exceptions
 from redis.backoff import NoBackoff
 
-from tidewheel_client.errors import Busy, RequestError, ServerUnavailable, Unsupported
+from tidewheel_client.errors import Busy, InvalidRequest, RequestError, ServerUnavailable, Unsupported
 from tidewheel_client.facade import settled
 from tidewheel_queue.embedded_redis import EmbeddedRedis
-from tidewheel_queue.lua_scripts import SCRIPTS, QueueNames
+from tidewheel_queue.jobs import CLASSES, check_id
 
 T = TypeVar("T")
 
@@ -28,6 +29,31 @@ _OPTIONS: dict[str, Any] = {
 _LOST = (
     exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.OutOfMemoryError,
 )  # fmt: skip
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Atomic steps of a queue.
+_LUA = Path(__file__).with_name("steps.lua").read_text(encoding="utf-8")
+_common, *_steps = re.split(r"^-- step: (\w+)\n", _LUA, flags=re.MULTILINE)
+SCRIPTS = {name: _common + step for name, step in zip(_steps[::2], _steps[1::2], strict=True)}
+
+
+class QueueNames:
+    """Redis keys of a queue; braces keep them on one node of a Redis cluster."""
+
+    def __init__(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(f"queue name {name!r}: 1 to 64 characters of A-Z a-z 0-9 . _ - are allowed")
+        self.name = name
+        self.prefix = f"tidewheel:{{{name}}}:"
+        self.ended = f"{self.prefix}ended"
+        self.dead = f"{self.prefix}dead"
+        self.bell = f"{self.prefix}bell"
+        self.keys = [*(self.prefix + name for name in CLASSES), self.ended, self.dead, f"{self.prefix}idle"]
+
+    def job(self, job_id: str) -> str:
+        return f"{self.prefix}job:{check_id(job_id)}"
+
+    def tokens(self, job_id: str) -> str:
+        return f"{self.prefix}tokens:{check_id(job_id)}"
 
 
 class RedisEndpoint:

@@ -10,8 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from redis import exceptions
 
 from tidewheel_client.errors import RequestError
-from tidewheel_queue.lua_scripts import QueueNames
-from tidewheel_queue.redis_endpoint import RedisEndpoint, heeding_cancels, is_lost
+from tidewheel_queue.redis_endpoint import QueueNames, RedisEndpoint, heeding_cancels, is_lost
 
 T = TypeVar("T")
 R = TypeVar("R")

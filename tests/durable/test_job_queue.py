@@ -23,8 +23,7 @@ from tidewheel_client import (
 )
 from tidewheel_client.facade import run
 from tidewheel_queue import AsyncQueue, EnqueuedJob, Job, Queue
-from tidewheel_queue.lua_scripts import SCRIPTS, QueueNames
-from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint
+from tidewheel_queue.redis_endpoint import SCRIPTS, BlockingRedisEndpoint, QueueNames
 
 
 def finish(queue: Queue, name: str, job_id: str, result: str = '{"text":"done"}', state: str = "done") -> list[int]:

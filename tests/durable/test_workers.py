@@ -19,8 +19,7 @@ from tidewheel_client.errors import Draining, EngineDead
 from tidewheel_client.mock_transport import Answer
 from tidewheel_client.transport import Ask
 from tidewheel_queue import AsyncQueue, Queue, Result, Worker, WorkerOptions
-from tidewheel_queue.lua_scripts import QueueNames
-from tidewheel_queue.redis_endpoint import RedisEndpoint
+from tidewheel_queue.redis_endpoint import QueueNames, RedisEndpoint
 from tidewheel_queue.worker_store import Batcher, StreamChunk, WorkerStore, finished
 
 FAST = WorkerOptions(concurrency=4, lease_s=60, max_attempts=3, drain_s=60, until_empty=True)

@@ -18,7 +18,10 @@ from tidewheel.cli.main import _MODULES, COMMANDS, _parser
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FOLDER = Path(cli.__file__).parent
 PREFIX = "tidewheel.cli."
-BY_NAME = {"sampling_params": ("tidewheel.cli.usage", "_SAMPLING"), "_jobs": ("tidewheel.cli.enqueue", "_OF_ONE_JOB")}
+BY_NAME = {
+    "sampling_params": ("tidewheel.cli.usage", "_SAMPLING"),
+    "_jobs": ("tidewheel.cli.queue_commands", "_OF_ONE_JOB"),
+}
 
 
 @functools.cache
@@ -63,7 +66,8 @@ def reached(name: str, function: str) -> Iterator[Function]:
 def read_by(command: str) -> set[str]:
     """Return the attributes that reached functions read of a parameter of type Namespace."""
     found: set[str] = set()
-    for function in reached(_MODULES.get(command, command), "run"):
+    name = _MODULES.get(command, command)
+    for function in reached(name, f"run_{command}" if f"run_{command}" in functions(module(name)) else "run"):
         arguments = {
             arg.arg for arg in function.args.args if arg.annotation and "Namespace" in ast.unparse(arg.annotation)
         }
@@ -80,7 +84,10 @@ def read_by(command: str) -> set[str]:
 def classes(function: Function) -> Iterator[type]:
     """Yield the classes whose fields the function takes from the options."""
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("fields_of", "gateway_options"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("usage.") in (
+            "fields_of",
+            "gateway_options",
+        ):
             name = ast.unparse(node.args[1])
             for source in (one for one in ast.walk(function) if isinstance(one, ast.ImportFrom)):
                 if name in [alias.name for alias in source.names]:

@@ -1,4 +1,7 @@
-"""Command `tidewheel check`. Exit codes: 0 no error; 1 errors; 2 wrong usage."""
+"""Commands `tidewheel check` and `tidewheel migrate`.
+
+Exit codes: 0 no error; 1 errors, or a migrated entry does not load; 2 wrong usage, or nothing was written.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ if TYPE_CHECKING:
     from tidewheel.entries.checking import CheckReport
     from tidewheel.entries.findings import Finding
 
+MIGRATED_SUFFIX = "_tidewheel"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_check(parser: argparse.ArgumentParser) -> None:
     text = "a model repository, an entry of it, a config.pbtxt, or a model's folder or GGUF file"
     parser.add_argument("path", type=Path, metavar="PATH", help=text)
     add_report_options(parser)
@@ -28,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--other-machine", action="store_true", help=text)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_check(args: argparse.Namespace) -> int:
     # Protobuf, and torch for the models, take seconds.
     from tidewheel.entries.checking import check
     from tidewheel.entries.findings import mend
@@ -94,3 +99,34 @@ def _row(finding: Finding) -> dict[str, object]:
     row = finding._asdict()
     edit = row.pop("edit")
     return {**row, "right_name": edit.new if edit else None}
+
+
+def add_migrate(parser: argparse.ArgumentParser) -> None:
+    text = "an entry of the vLLM backend, or a model repository, whose other entries are copied"
+    parser.add_argument("path", type=Path, metavar="PATH", help=text)
+    where = parser.add_mutually_exclusive_group()
+    text = f"model repository to write to (default: beside that of PATH, with {MIGRATED_SUFFIX} behind its name)"
+    where.add_argument("--out", type=Path, metavar="DIR", help=text)
+    where.add_argument("--in-place", action="store_true", help="write over the files of PATH")
+    text = "serve this model; needed for TensorRT-LLM, whose engines cannot be read"
+    parser.add_argument("--model", default="", metavar="PATH_OR_HF_ID", help=text)
+
+
+def run_migrate(args: argparse.Namespace) -> int:
+    # Protobuf takes a second.
+    from tidewheel.entries.checking import find_entries
+    from tidewheel.entries.migration import migrate, write
+
+    migration = migrate(args.path, args.model)
+    source = find_entries(args.path)[0].resolve()
+    out = args.out or source.with_name(source.name + MIGRATED_SUFFIX)
+    written = write(migration.entries, None if args.in_place else out)
+    for lost in migration.lost:
+        print(printable(f"{lost.place}: changed: {lost.message}"))
+    for finding in migration.unknown:
+        text = f"{finding.place}: error: {finding.message}; it stays, and stops the load until you mend it"
+        print(printable(text))
+    for folder in written:
+        print(f"wrote {folder}")
+    print(f"now: tidewheel check {args.path if args.in_place else out}")
+    return int(bool(migration.unknown))

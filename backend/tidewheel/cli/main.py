@@ -15,7 +15,7 @@ from importlib import import_module
 from tidewheel.confidential import forbid_core_dumps
 from tidewheel.version import __version__
 
-# Command → summary. Its module has add_arguments(parser) and run(args) → exit code.
+# Command → summary. Its module has add_arguments(parser) and run(args) → exit code, or add_COMMAND and run_COMMAND.
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
     "gateway": "answer in OpenAI's API for one server or several",
@@ -39,7 +39,12 @@ COMMANDS = {
     "demo": "start a server with the demo model, let it write, and end it",
 }
 # Modules of another name.
-_MODULES = dict.fromkeys(("load", "unload", "reload"), "model_commands")
+_MODULES = {
+    **dict.fromkeys(("load", "unload", "reload"), "model_commands"),
+    **dict.fromkeys(("enqueue", "worker", "results"), "queue_commands"),
+    "generate": "chat",
+    "migrate": "check",
+}
 _EXIT_CODES = {
     "tidewheel.server.ServeError": 1,
     "tidewheel_process.restarts.CrashLoop": 1,
@@ -86,8 +91,8 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if only in (None, name):
             module = import_module(f"tidewheel.cli.{_MODULES.get(name, name)}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run, command=name)
+            (getattr(module, f"add_{name}", None) or module.add_arguments)(command)
+            command.set_defaults(run=getattr(module, f"run_{name}", None) or module.run, command=name)
     return parser
 
 

@@ -22,7 +22,7 @@ from tidewheel.tool_formats.argument_types import (
     types_of,
     values_of,
 )
-from tidewheel.tool_formats.tool_format import Tags
+from tidewheel.tool_formats.known_formats import Tags
 
 _ANY, _SPACES = "(?s:.*)", r"[\s\x1c-\x1f]*"
 _DEFINITIONS = ("$defs", "definitions")

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from tidewheel.gateway.mark_finder import MarkFinder
-from tidewheel.gateway.tagged_arguments import TaggedArguments
-from tidewheel.tool_formats.known_formats import CALL_MARKS, MORE_THOUGHT_MARKS, SILENT_MARKS, THOUGHT_MARKS
-from tidewheel.tool_formats.tool_format import OBJECT_HEAD, CallMark
+from tidewheel.gateway.tagged_arguments import MarkFinder, TaggedArguments
+from tidewheel.tool_formats import known_formats as formats
+from tidewheel.tool_formats.known_formats import CALL_MARKS, MORE_THOUGHT_MARKS, THOUGHT_MARKS, CallMark
 from tidewheel_client.errors import InvalidRequest
 
 Reasoning = Literal["tagged", "always", "off"]  # always: the template opens the tag
 
-_CALLS = {**CALL_MARKS, "": (CallMark(OBJECT_HEAD),)}  # by mark; empty: text that begins with {
+_CALLS = {**CALL_MARKS, "": (CallMark(formats.OBJECT_HEAD),)}  # by mark; empty: text that begins with {
 _BARE_BEGINNING = re.compile(r'\s*\{\s*(?:$|"(?:$|n(?:$|a(?:$|m(?:$|e)))))')
 _BETWEEN = " \t\r\n;,"
 _CUT_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)|\A\s*(?:<function=)?([\w.-]+)', re.DOTALL)
@@ -58,7 +57,7 @@ class ExpectedCalls(NamedTuple):
 
 
 _State = Callable[[], ParsedOutput | None]
-_CONTENT_MARKS = MarkFinder((*CALL_MARKS, *SILENT_MARKS, *MORE_THOUGHT_MARKS))
+_CONTENT_MARKS = MarkFinder((*CALL_MARKS, *formats.SILENT_MARKS, *MORE_THOUGHT_MARKS))
 _NO_MARKS = MarkFinder(())
 _THOUGHT_ENDS = {end: MarkFinder((end,)) for end in (*THOUGHT_MARKS.values(), *MORE_THOUGHT_MARKS.values())}
 

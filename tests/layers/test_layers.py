@@ -107,7 +107,6 @@ WITHOUT_TORCH = [
     "tidewheel.frontend.frontend",
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
-    "tidewheel.models.draft_folder",
     "tidewheel.models.gguf_folder",
     "tidewheel.entries.checking",
     "tidewheel.gateway.run_gateway",

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from support.models.eagle3_folders import CONFIG_NAME, WEIGHTS_NAME, find_head, write_eagle3
-from support.models.tiny_models import gpt2, llama, save
+from support.models.tiny_models import llama, save
 from tidewheel.errors import ConfigError
 from tidewheel.runner.eagle3 import Eagle3Source
 
@@ -36,7 +36,7 @@ def find(model: PreTrainedModel, target: Path, tmp_path: Path) -> Callable[..., 
 def refusal(find: Callable[[], Eagle3Source]) -> str:
     with pytest.raises(ConfigError) as caught:
         find()
-    assert str(caught.value).startswith("draft_model is ") and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -136,9 +136,3 @@ def test_heads_that_do_not_fit_the_memory_are_refused(
 ) -> None:
     monkeypatch.setattr("tidewheel.models.weights.available_host_bytes", lambda: 1000)
     assert "the weights need" in refusal(find)
-
-
-def test_targets_that_run_through_transformers_are_refused(tmp_path: Path, model: PreTrainedModel) -> None:
-    save(gpt2, tmp_path / "target")
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel does not run on the native decoder"):
-        find_head(write_eagle3(tmp_path / "head", model), tmp_path / "target")

@@ -310,10 +310,11 @@ def test_drafts_that_cannot_be_are_refused_in_one_line(
     assert refusal(drafted_by(tmp_path, model)) == (
         f"draft_model is {tmp_path}: GPT2LMHeadModel does not run on the native decoder, which drafts: take another"
     )
-    assert refusal(settings(tmp_path, speculation="first_layers")) == (
-        "speculation is first_layers: GPT2LMHeadModel does not run on the native decoder, whose layers draft; set it "
-        "to prompt_lookup"
-    )
+    for kind in ("first_layers", "eagle3"):
+        assert refusal(settings(tmp_path, speculation=kind, draft_model=str(model) if kind == "eagle3" else "")) == (
+            f"speculation is {kind}: GPT2LMHeadModel does not run on the native decoder, whose layers or states it "
+            "needs; set it to draft_model or prompt_lookup"
+        )
 
 
 def test_a_draft_model_that_does_not_fit_is_refused_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

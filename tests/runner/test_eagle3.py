@@ -70,7 +70,8 @@ def head(request: pytest.FixtureRequest, tmp_path: Path) -> Head:
     assert isinstance(target, Decoder)
     kv = KVTensors(CacheLayout(target.shape, BLOCK_SIZE, torch.float32), NUM_BLOCKS, CPU)
     loaded_head = find_head(folder, tmp_path / "target").load(target, BLOCK_SIZE, no_progress)
-    return Head(target, kv, loaded_head.allocate(kv), ReferenceHead(folder, model, (2, 4, 5)))
+    loaded_head.allocate(kv)
+    return Head(target, kv, loaded_head, ReferenceHead(folder, model, (2, 4, 5)))
 
 
 def test_drafts_are_those_of_a_plain_computation(head: Head) -> None:

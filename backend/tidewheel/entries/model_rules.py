@@ -20,14 +20,13 @@ from tidewheel.lora import parse_loras
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.draft_folder import find_draft
-from tidewheel.models.loader import ModelPlan, plan_draft, plan_model
+from tidewheel.models.loader import ModelPlan, plan_model
 from tidewheel.models.lora_folder import LoraFile, read_lora_config
 from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_config
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
-from tidewheel.runner.decoder_drafts import find_draft_source
 from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
+from tidewheel.runner.draft_models import find_draft, find_draft_source, plan_draft
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, total_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
 from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
@@ -162,7 +161,7 @@ class ModelJudge:
 
     def _judge_draft(self) -> Iterator[Problem]:
         config, plan = self._config, self._plan
-        if config.draft_model and find_draft(config.draft_model, config.download_dir, cached_folder) is None:
+        if config.draft_model and find_draft(config, cached_folder) is None:
             yield note("", f"draft_model is {config.draft_model!r}, which is not cached here: it was not checked")
         elif plan is not None and self.needs is not None:
             draft = find_draft_source(plan, beside=self.needs.weights)

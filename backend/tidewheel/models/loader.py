@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ from tidewheel.models.architectures import ModelConfig, check_num_ranks, native_
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.draft_folder import check_tokens, find_draft
 from tidewheel.models.linear import GroupFormat
-from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of, read_config
+from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
 from tidewheel.models.shard import Shard
@@ -167,48 +165,6 @@ def plan_model(
     if context == "auto":
         raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
     return plan(resolve_max_model_len(config.max_model_len, context), None, (cls, hf_config))
-
-
-def plan_draft(plan: ModelPlan) -> ModelPlan:
-    """Return the plan of `draft_model`, in the formats that are set for the model. Raise `ConfigError`."""
-    config = plan.config
-    folder = find_draft(config.draft_model, config.download_dir)
-    assert folder is not None, "`resolve_folder` finds a folder or raises"
-    check_tokens(folder, Path(config.tokenizer or plan.folder), plan.vocab_size)
-    shared = ("dtype", "quantization", "kv_cache_dtype", "deterministic", "load_format", "seed")
-    own = EngineConfig(model=str(folder), **{name: getattr(config, name) for name in shared})
-    with refused_draft(folder):
-        draft = plan_model(folder, read_config(folder), own, plan.device)
-        if not isinstance(draft.native, Decoder):
-            raise ConfigError(f"{draft.architecture} does not run on the native decoder, which drafts: take another")
-        if draft.max_model_len < plan.max_model_len:
-            raise ConfigError(
-                f"it was made for at most {draft.max_model_len} tokens, and max_model_len is {plan.max_model_len}: "
-                f"set that to at most {draft.max_model_len}"
-            )
-    return draft._replace(max_model_len=plan.max_model_len)
-
-
-@contextmanager
-def refused_draft(folder: Path) -> Iterator[None]:
-    """Name `draft_model` in errors."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"draft_model is {folder}: {error}") from None
-
-
-def num_first_layers(plan: ModelPlan) -> int:
-    """Return how many layers of the model draft. Raise `ConfigError`."""
-    if not isinstance(plan.native, Decoder):
-        raise ConfigError(
-            f"speculation is first_layers: {plan.architecture} does not run on the native decoder, whose layers "
-            "draft; set it to prompt_lookup"
-        )
-    wanted, total = plan.config.num_draft_layers, plan.native.shape.num_layers
-    if wanted is not None and wanted > total:
-        raise ConfigError(f"num_draft_layers is {wanted}: the model has {total} layers; set it to at most {total}")
-    return wanted or max(total // 4, 1)
 
 
 def load_model(plan: ModelPlan, source: WeightSource, progress: Progress) -> CausalLM:

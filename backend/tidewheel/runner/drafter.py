@@ -25,35 +25,24 @@ MOST_AS_DECODES = 16
 
 
 class DraftModel(Protocol):
-    """Model that drafts, with keys and values in the blocks of the serving model."""
+    """Loaded model that drafts, with keys and values in the blocks of the serving model."""
 
-    kv_layers: Sequence[KVLayer]
+    shape: ModelShape
+    weights_bytes: int  # beside the serving model's
+    block_bytes: int  # of its own cache, for a block; 0: it reads the serving model's
+    kv_layers: Sequence[KVLayer]  # after `allocate`
     vocab_size: int  # of its inputs
     shift: int  # position i computes token i + shift
-    has_cache: bool  # of its own; else the serving model's is complete
     keeps_drafts: bool  # keys and values of accepted drafts stay right
+
+    def allocate(self, kv: KVTensors) -> None:
+        """Make room for all blocks of `kv`, the serving model's cache, instead of the room so far."""
 
     def draft(self, step: ForwardInput, *, is_first: bool) -> torch.Tensor:
         """Return tokens [S] int64 of the serving model's vocabulary, each the next one after a logit index.
 
         Later steps of a round compute the first rows of the step before, one token each.
         """
-
-
-class DraftParts(Protocol):
-    """Loaded draft model without its cache."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    @property
-    def weights_bytes(self) -> int: ...  # beside the serving model's
-
-    @property
-    def block_bytes(self) -> int: ...  # of its own cache, for a block
-
-    def allocate(self, kv: KVTensors) -> DraftModel:
-        """Return the model with room for all blocks of `kv`, the serving model's cache."""
 
 
 class DraftedTokens(NamedTuple):
@@ -82,16 +71,17 @@ class _Round(NamedTuple):
 
 class Drafter:
     def __init__(
-        self, draft: DraftParts, rows: RowTable, sender: InputSender, info: RunnerInfo, kv: KVTensors
+        self, model: DraftModel, rows: RowTable, sender: InputSender, info: RunnerInfo, kv: KVTensors
     ) -> None:
-        self._model, self._rows, self._sender = draft.allocate(kv), rows, sender
+        model.allocate(kv)
+        self._model, self._rows, self._sender, self._has_cache = model, rows, sender, model.block_bytes > 0
         self._most_tokens = info.max_num_batched_tokens
         self._num_cached = np.zeros(info.max_num_seqs, dtype=np.int32)  # leading tokens of each row
         self._is_cached = np.zeros((len(kv.blocks), info.block_size), dtype=np.bool_)
 
     def begin(self, batch: ScheduledBatch, host: HostInputs, changes: Group) -> tuple[DraftedTokens | None, Group]:
         """Make the drafts of a batch, if it wants any. Return them, and the changes that are left to apply."""
-        if self._model.has_cache:
+        if self._has_cache:
             self._follow(batch, host)
         if not (batch.draft_tokens == TO_DRAFT).any():
             return None, changes
@@ -118,7 +108,7 @@ class Drafter:
         wanted = _Round.of(batch)
         ends = wanted.num_known - self._model.shift
         starts = np.maximum(ends - 1, 0)
-        if self._model.has_cache:
+        if self._has_cache:
             starts = np.minimum(self._num_cached[wanted.rows], starts)
         num_missing = ends - starts
         counts = np.clip(self._most_tokens - (np.cumsum(num_missing) - num_missing), 0, num_missing)
@@ -139,7 +129,7 @@ class Drafter:
     def _computed(self, step: ScheduledBatch, *, is_first: bool) -> torch.Tensor:
         """Return the next tokens [S] int64 of a step's rows, which are also stored."""
         model, host = self._model, self._rows.host_inputs(step)
-        if model.has_cache and (is_first or model.keeps_drafts):
+        if self._has_cache and (is_first or model.keeps_drafts):
             self._is_cached.reshape(-1)[host.slot_mapping] = True
             self._num_cached[step.rows] = host.seq_lens  # of a row's entries, the last counts
         token_indices, store_indices = host.token_indices + model.shift, host.store_indices + model.shift

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,9 +19,8 @@ from tidewheel.models.architectures import NATIVE, ModelConfig, parse_config
 from tidewheel.models.causal_lm import AttentionInput, CausalLM, ForwardInput, KVLayer, ModelShape, TokenLocations
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder, DecoderLayer, add_norm
-from tidewheel.models.draft_folder import find_draft
 from tidewheel.models.linear import Weights
-from tidewheel.models.loader import ModelPlan, refused_draft
+from tidewheel.models.loader import ModelPlan
 from tidewheel.models.model_folder import architecture, read_config
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel.models.weight_source import SafetensorsFolder, check_names, uncounted
@@ -42,23 +42,15 @@ class Eagle3Source(NamedTuple):
     num_bytes: int = 0
 
     @classmethod
-    def of(cls, plan: ModelPlan, beside: int) -> Eagle3Source:
-        """Return the head of `draft_model`; `beside`: bytes of the target's weights. Raise `ConfigError`."""
-        if not isinstance(plan.native, Decoder):
-            raise ConfigError(
-                f"speculation is eagle3: {plan.architecture} does not run on the native decoder, which hands out "
-                "states; set it to draft_model or prompt_lookup"
-            )
-        folder = find_draft(plan.config.draft_model, plan.config.download_dir)
-        assert folder is not None, "`resolve_folder` finds a folder or raises"
-        with refused_draft(folder):
-            fields, tensors = read_config(folder), SafetensorsFolder(folder)
-            sizes, target_layers = _parse(fields, plan.native.config)
-            ids = _target_ids(fields, tensors, sizes.vocab_size)
-            found = cls(sizes, target_layers, ids, tensors, plan.dtype)
-            empty = Eagle3Head(found, max_model_len=1, device=torch.device("meta"))
-            check_names(tensors, empty.shapes, (OFFSETS, INVERSE).__contains__, folder)
-            check_weights_fit(beside + empty.weights_bytes, plan.dtype, plan.device)
+    def of(cls, plan: ModelPlan, target: ModelConfig, folder: Path, beside: int) -> Eagle3Source:
+        """Return the head in a folder; `plan`, `beside`: of the target, and its bytes. Raise `ConfigError`."""
+        fields, tensors = read_config(folder), SafetensorsFolder(folder)
+        sizes, target_layers = _parse(fields, target)
+        ids = _target_ids(fields, tensors, sizes.vocab_size)
+        found = cls(sizes, target_layers, ids, tensors, plan.dtype)
+        empty = Eagle3Head(found, max_model_len=1, device=torch.device("meta"))
+        check_names(tensors, empty.shapes, (OFFSETS, INVERSE).__contains__, folder)
+        check_weights_fit(beside + empty.weights_bytes, plan.dtype, plan.device)
         return found._replace(num_bytes=empty.weights_bytes)
 
     def load(self, model: CausalLM, block_size: int, _progress: object) -> Eagle3Head:
@@ -126,7 +118,7 @@ class Eagle3Layer(DecoderLayer):
 class Eagle3Head:
     """Head with room for states, keys and values in the blocks of its target."""
 
-    shift, has_cache, keeps_drafts = 1, True, False  # drafts have keys of the head's own outputs
+    shift, keeps_drafts = 1, False  # drafts have keys of the head's own outputs
     kv_layers: Sequence[KVLayer]
 
     def __init__(self, source: Eagle3Source, *, max_model_len: int, device: torch.device) -> None:
@@ -160,15 +152,13 @@ class Eagle3Head:
         taps = {layer: partial(self._tap, index) for index, layer in enumerate(source.target_layers)}
         self._follow = partial(target.add_taps, taps)
 
-    def allocate(self, kv: KVTensors) -> Eagle3Head:
-        """Make room for all blocks of `kv`, the target's cache, instead of the room so far."""
+    def allocate(self, kv: KVTensors) -> None:
         num_slots = len(kv.blocks) * self._layout.block_size
         self.kv_layers = KVTensors(self._layout, len(kv.blocks), kv.device).layers
         size = (num_slots + 1, self.shape.hidden_size)  # the last row is for padding
         self._states = empty_slots(size, self._layout.dtype, kv.device)
         self._outputs = self._states[:0]  # [S, hidden_size] of the last step
         self._follow()
-        return self
 
     def _tap(self, index: int, states: torch.Tensor, slots: torch.Tensor) -> None:
         """Add the product of the states [T, hidden_size] before a layer to what the slots hold of earlier ones.

@@ -20,9 +20,9 @@ from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
 from tidewheel.models.whisper import Whisper
-from tidewheel.runner.decoder_drafts import find_draft_source
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
-from tidewheel.runner.drafter import DraftParts
+from tidewheel.runner.draft_models import find_draft_source
+from tidewheel.runner.drafter import DraftModel
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory, total_host_bytes
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
@@ -76,7 +76,7 @@ class RunnerParts(NamedTuple):
     claim: MemoryClaim | None = None  # None on a GPU
     encoder: EncoderCache | None = None
     shard: Shard = Shard()
-    draft: DraftParts | None = None
+    draft: DraftModel | None = None
 
 
 def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = None) -> RunnerParts:

@@ -22,7 +22,7 @@ from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
-from tidewheel.runner.drafter import Drafter, DraftParts
+from tidewheel.runner.drafter import Drafter, DraftModel
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.graph_trial import GraphTrial
 from tidewheel.runner.host_memory import MemoryClaim
@@ -79,7 +79,7 @@ class ModelRunner:
         accelerator: CudaAccelerator | None = None,
         encoder: EncoderCache | None = None,
         shard: Shard | None = None,
-        draft: DraftParts | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self.info = info
         self._shard = shard or Shard()

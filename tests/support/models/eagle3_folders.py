@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from tidewheel.config import EngineConfig
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import plan_model
 from tidewheel.models.model_folder import read_config
 from tidewheel.runner.eagle3 import Eagle3Source
@@ -77,7 +78,9 @@ def write_eagle3(
 def find_head(folder: Path, target: Path) -> Eagle3Source:
     """Return the head in a folder, checked for a target in float32. Raise `ConfigError`."""
     config = EngineConfig(model=str(target), dtype="float32", speculation="eagle3", draft_model=str(folder))
-    return Eagle3Source.of(plan_model(target, read_config(target), config, torch.device("cpu")), 0)
+    plan = plan_model(target, read_config(target), config, torch.device("cpu"))
+    assert isinstance(plan.native, Decoder)
+    return Eagle3Source.of(plan, plan.native.config, folder, 0)
 
 
 class ReferenceHead:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.draft_folder import check_tokens, find_draft
+from tidewheel.models.model_folder import resolve_folder
+from tidewheel.runner.draft_models import check_tokens, find_draft
 
 VOCAB = {"a": 0, "b": 1, "ab": 2}
 MORE = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -72,7 +74,9 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, model: Path, text: str)
 
 
 def test_folders(tmp_path: Path, model: Path) -> None:
-    assert find_draft(str(model)) == model
-    assert find_draft("owner/name", find=lambda *_: None) is None
+    def found(name: str) -> Path:
+        return find_draft(EngineConfig(model="m", speculation="draft_model", draft_model=name), resolve_folder)
+
+    assert found(str(model)) == model
     with pytest.raises(ConfigError, match=r"draft_model cannot be found: model is '.*/absent': no such folder"):
-        find_draft(str(tmp_path / "absent"))
+        found(str(tmp_path / "absent"))

@@ -24,8 +24,7 @@ from torch import distributed
 from common.study import Study, show
 from tidewheel.batch import ScheduledBatch
 from tidewheel.runner.collectives import MemoryCollectives, create_memory
-from tidewheel.runner.rank_loras import LeaderLoras
-from tidewheel.runner.step_messages import decode_step, encode_step
+from tidewheel.runner.step_messages import LeaderLoras, decode_step, encode_step
 
 ROUNDS, LARGE_ROUNDS, WARM_UP, PAUSE_S, LIMIT_S = 1000, 100, 50, 0.0005, 60.0
 ACKNOWLEDGED = b"a"

@@ -21,7 +21,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine import device_memory
 from tidewheel.engine.device_memory import DeviceMemory
 from tidewheel.errors import ConfigError
-from tidewheel.runner import process_records
+from tidewheel.runner import host_memory
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.settings import MIB
 
@@ -48,9 +48,9 @@ Load = Callable[..., DeviceMemory]
 def known(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Processes that are seen: engines of other tests come and go."""
     gc.collect()
-    read, known = process_records._read, {str(os.getpid())}
+    read, known = host_memory._read_record, {str(os.getpid())}
     monkeypatch.setattr(
-        process_records, "_read", lambda link, *kind: read(link, *kind) if link.parts[2] in known else None
+        host_memory, "_read_record", lambda link, *kind: read(link, *kind) if link.parts[2] in known else None
     )
     monkeypatch.setattr(device_memory, "host_limits", lambda: {"cpu": TOTAL})
     monkeypatch.setattr(device_memory, "resident_bytes", lambda _pid: 100 * MIB)

@@ -94,9 +94,9 @@ def test_a_capture_that_fails_leaves_a_runner_without_graphs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch overlooks some operations that wait: the model begins to read values in the eighth call, the capture."""
+    """Torch overlooks some operations that wait: the model begins to read values in the fifth call, the capture."""
     config, calls = config_of(tmp_path, tiny_models.gpt2), iter(range(1, 1000))
-    altered(monkeypatch, lambda model, logits: logits * (logits.sum().item() ** 0 if next(calls) >= 8 else 1.0))
+    altered(monkeypatch, lambda model, logits: logits * (logits.sum().item() ** 0 if next(calls) >= 5 else 1.0))
     with caplog.at_level(logging.INFO):
         runner = ModelRunner.load(config)
     assert "GPT2LMHeadModel: no graph can hold a step: item waits for the device" in verdict(caplog)
@@ -105,7 +105,7 @@ def test_a_capture_that_fails_leaves_a_runner_without_graphs(
     assert StepLoop(runner).run(workload(KINDS["filtered"], 3))
 
 
-@pytest.mark.parametrize("last_good_call", [8, 11])
+@pytest.mark.parametrize("last_good_call", [5, 8])
 def test_a_model_whose_host_changes_what_it_computes_has_no_graphs(
     last_good_call: int,
     tmp_path: Path,
@@ -113,12 +113,12 @@ def test_a_model_whose_host_changes_what_it_computes_has_no_graphs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four calls fill the cache, two are watched, two capture, and two compute what is compared."""
+    """One call fills the cache, two are watched, two capture, and two compute what is compared."""
     config, calls = config_of(tmp_path, tiny_models.gpt2), iter(range(1, 1000))
     altered(monkeypatch, lambda model, logits: logits + (0.0 if next(calls) <= last_good_call else logits.abs()))
     with caplog.at_level(logging.INFO):
         ModelRunner.load(config)
-    assert ("a replay changes its logits by" in verdict(caplog)) == (last_good_call < 10)
+    assert ("a replay changes its logits by" in verdict(caplog)) == (last_good_call < 7)
 
 
 def test_logits_that_are_no_numbers_are_no_agreement(
@@ -140,4 +140,4 @@ def test_a_context_that_is_too_short_for_a_trial_has_no_graphs(
     config = dataclasses.replace(config_of(tmp_path, tiny_models.gpt2), max_model_len=2)
     with caplog.at_level(logging.INFO):
         ModelRunner.load(config)
-    assert "max_model_len is 2, too short for a trial" in verdict(caplog)
+    assert "max_model_len or max_num_batched_tokens is too small for a trial" in verdict(caplog)

@@ -28,9 +28,8 @@ from tidewheel.batch import no_ids
 from tidewheel.models import decoder
 from tidewheel.models.causal_lm import no_progress
 from tidewheel.runner.loading import load_parts
-from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.step_graphs import GraphSizes, StepGraphs, prompt_sizes
+from tidewheel.runner.step_graphs import GraphSizes, LoraStacks, StepGraphs, prompt_sizes
 from tidewheel_kernels.lora.stacks import StaticLoraStack
 
 pytestmark = pytest.mark.usefixtures("one_rounding")

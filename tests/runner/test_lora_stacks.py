@@ -27,8 +27,8 @@ from support.runner.step_loop import StepLoop, request
 from tidewheel.batch import NewRow, ScheduledBatch
 from tidewheel.errors import ConfigError
 from tidewheel.runner import loading
-from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import LoraStacks
 from tidewheel.runner.warm_up import sampling_batch
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels.lora import TILE, LoraGroups

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tidewheel.runner import host_memory, process_records
+from tidewheel.runner import host_memory
 from tidewheel.runner.host_memory import ClaimRecord, MemoryClaim, SpareMemory, spare_memory
 from tidewheel.settings import GIB
 
@@ -93,9 +93,9 @@ def test_a_cache_with_a_size_is_compared_with_what_is_free_now() -> None:
 
 def test_a_process_sees_the_claims_of_others_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # engines of earlier tests in this process, which would go meanwhile
-    read, known = process_records._read, {str(os.getpid())}  # engines of other tests come and go
+    read, known = host_memory._read_record, {str(os.getpid())}  # engines of other tests come and go
     monkeypatch.setattr(
-        process_records, "_read", lambda link, *kind: read(link, *kind) if link.parts[2] in known else None
+        host_memory, "_read_record", lambda link, *kind: read(link, *kind) if link.parts[2] in known else None
     )
     mine = MemoryClaim(takes_share=True, others=0)
     alone = mine.spare(100 * GIB, 0)

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from tidewheel.runner.short_waits import NAME, ShortWaits
+from tidewheel.runner.thread_count import HOLDER, ShortWaits
 from tidewheel_kernels.native.library import thread_runtimes
 
 
 def holders() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == NAME]
+    return [thread for thread in threading.enumerate() if thread.name == HOLDER]
 
 
 def test_a_team_is_held_until_waits_are_long_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from tidewheel.processor_use import PERIOD_S, ProcessorMeter, ProcessorUse
 from tidewheel.runner import thread_count
-from tidewheel.runner.short_waits import ShortWaits
-from tidewheel.runner.thread_count import LONG_STEP_TOKENS, LOOK_S, StepThreads
+from tidewheel.runner.thread_count import LONG_STEP_TOKENS, LOOK_S, ShortWaits, StepThreads
 
 
 def test_threads_that_nobody_holds_up_stay() -> None:

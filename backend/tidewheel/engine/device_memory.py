@@ -11,9 +11,8 @@ import msgspec
 from tidewheel.config import EngineConfig
 from tidewheel.engine.folder import label_of
 from tidewheel.errors import ConfigError
-from tidewheel.runner.host_memory import host_limits, resident_bytes
+from tidewheel.runner.host_memory import ProcessRecord, RecordFile, host_limits, resident_bytes, shown_records
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.process_records import ProcessRecord, RecordFile, shown_records
 from tidewheel.settings import shown_bytes
 
 _NAME = "tidewheel-devices"

@@ -9,7 +9,7 @@ from tidewheel_kernels import AttentionMetadata
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def random_tokens(count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+def random_tokens(count: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return [count] int64 token ids, the same each time."""
     return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -24,7 +24,6 @@ from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
 from tidewheel.runner.drafter import Drafter, DraftModel
 from tidewheel.runner.encoder_cache import EncoderCache
-from tidewheel.runner.graph_trial import GraphTrial
 from tidewheel.runner.host_memory import MemoryClaim
 from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
@@ -42,7 +41,6 @@ from tidewheel.runner.inputs import (
 )
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
-from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.profiling import (
     StepMemory,
     StepSize,
@@ -54,9 +52,9 @@ from tidewheel.runner.profiling import (
 )
 from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_part, score_prompts
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
-from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, StepGraphs, StepModel
+from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, LoraStacks, StepGraphs, StepModel
 from tidewheel.runner.thread_count import StepThreads
-from tidewheel.runner.warm_up import MEASURED_S, demanding_batch, measure_decodes, warm_up
+from tidewheel.runner.warm_up import MEASURED_S, demanding_batch, graph_trial, measure_decodes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -134,25 +132,24 @@ class ModelRunner:
 
     @classmethod
     def _tried(cls, parts: RunnerParts, accelerator: CudaAccelerator, sizes: GraphSizes) -> GraphSizes:
-        trial, name = GraphTrial.of(parts.info), parts.info.architecture
-        objection = f"max_model_len is {parts.info.max_model_len}, too short for a trial"
+        trial, name = graph_trial(parts.info), parts.info.architecture
+        objection = "max_model_len or max_num_batched_tokens is too small for a trial"
         if trial is not None:
-            cache = BlockTransfers(KVTensors(parts.layout, trial.num_blocks, parts.device))
+            cache = BlockTransfers(KVTensors(parts.layout, len(trial[0].block_ids), parts.device))
             runner = cls(parts.model, cache, parts.info, parts.device, accelerator, parts.encoder, draft=parts.draft)
-            objection = runner._objection_to_graphs(trial)
+            objection = runner._objection_to_graphs(*trial)
         if objection:
             logger.info("CUDA graphs: none of %s: %s", name, objection)
             return GraphSizes()
         logger.info("CUDA graphs: of decodes, as %s computed the same in a trial", name)
         return sizes
 
-    def _objection_to_graphs(self, trial: GraphTrial) -> str:
+    def _objection_to_graphs(self, prompts: ScheduledBatch, decodes: Sequence[ScheduledBatch]) -> str:
         try:
-            for prompt in trial.prompts:
-                self.run(prompt)
-            self.decode_without_waiting(trial.decodes[0])
-            self.capture(GraphSizes([len(trial.prompts)]), no_progress)
-            differences = [relative_difference(*self.logits_of_both(decode)) for decode in trial.decodes]
+            self.run(prompts)
+            self.decode_without_waiting(decodes[0])  # a wait would fail a capture
+            self.capture(GraphSizes([len(prompts.rows)]), no_progress)
+            differences = [relative_difference(*self.logits_of_both(decode)) for decode in decodes]
         except (torch.OutOfMemoryError, ConfigError):
             raise
         except Exception as error:  # layers may raise anything

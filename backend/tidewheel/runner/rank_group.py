@@ -33,9 +33,8 @@ from tidewheel.models.shard import Collectives, Shard
 from tidewheel.runner.collectives import MemoryCollectives, NcclCollectives, RankLost, create_memory
 from tidewheel.runner.device import check_ranks_fit, num_cores, uses_gpus
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.rank_loras import LeaderLoras
 from tidewheel.runner.sampler import PendingStep
-from tidewheel.runner.step_messages import decode_step, encode_step, without_rows
+from tidewheel.runner.step_messages import LeaderLoras, decode_step, encode_step, without_rows
 from tidewheel_process.child import Child
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.models.shard import Shard
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.rank_group import HANG_S, RankStart, follow, join_group
-from tidewheel.runner.rank_loras import serve_reads
+from tidewheel.runner.step_messages import serve_reads
 from tidewheel_process.current_process import end_with_parent
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from tidewheel.batch import ScheduledBatch, no_ids
+from tidewheel.batch import Int32Array, ScheduledBatch, no_ids
+from tidewheel.lora import NO_SLOT, LoraLoad
 from tidewheel.models.causal_lm import AttentionInput, CausalLM, ForwardInput, KVLayer, Progress, TokenLocations
 from tidewheel.models.decoder import Decoder, DecoderLayer
 from tidewheel.models.shard import Shard
@@ -31,12 +33,11 @@ from tidewheel.runner.inputs import (
     RowTable,
     StepInputs,
 )
-from tidewheel.runner.lora_stacks import LoraStacks
 from tidewheel.runner.sampler import draw_tokens, largest_of_ranks
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
-from tidewheel_kernels.lora import LoraGroups
+from tidewheel_kernels.lora import TILE, LoraGroups, group_tokens, max_tiles
 
 STAGE = "graphs"
 # From here a row is split only above 1,024 keys and twice the mean; at 24 rows, equal rows are split too.
@@ -45,6 +46,8 @@ MOST_TOKENS = 8192  # launches of a small model take as long as its layers: with
 FINE_STEP, FINE_TOKENS = 16, 128
 STEP, STEP_TOKENS = 64, 2048  # matrix products compute tiles of about 64 rows
 COARSE_STEP = 256
+
+HostGroups = tuple[Int32Array, Int32Array]  # tokens and slots of `LoraGroups`, on the host
 
 
 class StepModel(NamedTuple):
@@ -101,6 +104,45 @@ def prompt_sizes(max_num_tokens: int) -> list[int]:
     fine, coarse = range(FINE_STEP, FINE_TOKENS, FINE_STEP), range(STEP_TOKENS, MOST_TOKENS + 1, COARSE_STEP)
     sizes = [*fine, *range(FINE_TOKENS, STEP_TOKENS, STEP), *coarse]
     return sizes[: bisect_left(sizes, max_num_tokens) + 1]
+
+
+class LoraStacks:
+    """Slots of a model's layers for adapters; it also groups the tokens of a step by slot."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._stacks = [(linear.name, linear.lora) for linear in model.lora_linears if linear.lora is not None]
+        *_, self._max_loras, self.max_rank = self._stacks[0][1].sizes
+        self._slots, self._groups = no_ids(), (no_ids(), no_ids())  # of the tokens of the last step with adapters
+
+    @classmethod
+    def of(cls, model: CausalLM) -> LoraStacks | None:
+        """Return the stacks of a model, None if it has none."""
+        return cls(model) if isinstance(model, Decoder) and model.lora_linears[0].lora is not None else None
+
+    def load(self, loads: Sequence[LoraLoad]) -> None:
+        """Fill slots. A device copies in the order of its steps, so this waits for none of them."""
+        for slot, lora in loads:
+            for name, stack in self._stacks:
+                stack.set(slot, lora.weights.by_layer[name])
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the size of a step's groups."""
+        return max_tiles(num_tokens, self._max_loras) * (TILE + 1) * np.dtype(np.int32).itemsize
+
+    def groups(self, batch: ScheduledBatch, num_tokens: int) -> HostGroups | None:
+        """Return the groups of a step that is padded to `num_tokens`, None if no row has an adapter."""
+        if not len(batch.lora_slots):
+            return None
+        return self.padded_groups(np.repeat(batch.lora_slots, batch.num_scheduled_tokens), num_tokens)
+
+    def padded_groups(self, slots: Int32Array, num_tokens: int) -> HostGroups:
+        """Return the groups of tokens with these slots, and of padding without an adapter up to `num_tokens`."""
+        slots = np.concatenate((slots, np.full(num_tokens - len(slots), NO_SLOT, np.int32)))
+        if not np.array_equal(slots, self._slots):  # decode steps often repeat the last one's
+            self._groups = group_tokens(slots, max_tiles(num_tokens, self._max_loras))
+            self._slots = slots
+        return self._groups
 
 
 class DecodeGraph(NamedTuple):

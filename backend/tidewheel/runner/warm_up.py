@@ -19,6 +19,7 @@ import torch
 from tidewheel.batch import NO_DRAFT, NO_TRANSFERS, SPARE_LOGITS, Int32Array, NewRow, ScheduledBatch, no_ids
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
+from tidewheel.models.trial_prompt import random_tokens
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.profiling import StepSize, largest_step
@@ -30,6 +31,7 @@ MEASURED_CONTEXT = 128  # tokens of each measured row
 MEASURED_S = 1.0  # for all sizes
 LEAST_MEASURED = 8  # entries; larger steps are left out once the time is over
 NUM_MEASURED = 5  # steps of each size
+TRIAL_LENGTHS, NUM_TRIAL_DECODES = (3, 17, 8, 30), 2
 
 
 class WarmUpRow(NamedTuple):
@@ -123,6 +125,32 @@ def _decode_batch(info: RunnerInfo, num_entries: int) -> ScheduledBatch | None:
         num_decodes=num_entries, num_tokens=num_entries,
         draft_tokens=np.where(places > 0, 0, NO_DRAFT).astype(np.int32) if most > 1 else no_ids(),
     )  # fmt: skip
+
+
+def graph_trial(info: RunnerInfo) -> tuple[ScheduledBatch, list[ScheduledBatch]] | None:
+    """Return steps that show whether a model supports CUDA graphs, None if they have no room.
+
+    Prompts of several rows come first, in blocks of their own, then decodes of all rows, each at other positions: a
+    replay there must give the model's logits.
+    """
+    num_rows = min(len(TRIAL_LENGTHS), info.max_num_seqs, info.max_num_batched_tokens)
+    longest = min(info.max_model_len, info.max_num_batched_tokens // num_rows) - NUM_TRIAL_DECODES
+    if longest < 1:
+        return None
+    lengths = [min(length, longest) for length in TRIAL_LENGTHS[:num_rows]]
+    rows = [WarmUpRow(0, length + NUM_TRIAL_DECODES, GREEDY) for length in lengths]
+    prompts, tokens = _batch(0, rows, info.block_size), random_tokens(longest + NUM_TRIAL_DECODES, info.vocab_size)
+    known = tokens.numpy().astype(np.int32)
+    prompts = dataclasses.replace(
+        prompts,
+        new_rows=tuple(new._replace(token_ids=known[-len(new.token_ids) :]) for new in prompts.new_rows),
+        block_ids=np.arange(len(prompts.block_ids), dtype=np.int32),
+    )
+    decodes = [
+        sampling_batch(range(num_rows), [length + done for length in lengths], [1] * num_rows)
+        for done in range(NUM_TRIAL_DECODES)
+    ]
+    return prompts, decodes
 
 
 def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:

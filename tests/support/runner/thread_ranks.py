@@ -18,7 +18,7 @@ from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.models.shard import Collectives, Shard
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.rank_group import LeaderRunner, follow
-from tidewheel.runner.rank_loras import LeaderLoras, serve_reads
+from tidewheel.runner.step_messages import LeaderLoras, serve_reads
 
 WAIT_S = 60.0
 Call = tuple[str, tuple[int, ...], torch.dtype]

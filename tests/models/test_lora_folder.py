@@ -83,8 +83,6 @@ CASES: dict[str, dict[str, object]] = {
     "one-layer": {"layers": [1], "targets": ["o_proj", "gate_proj", "down_proj"]},
     "alpha": {"rank": 3, "alpha": 0.75},
     "rank-stabilised": {"rank": 16, "use_rslora": True},
-    "rank-pattern": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 7, "^model.layers.0.mlp.down_proj": 1}},
-    "alpha-pattern": {"alpha_pattern": {r".*\.k_proj": 1, r"^model\.layers\.0\.self_attn\.v_proj$": 64, "v_proj": 2}},
     "bfloat16": {"dtype": torch.bfloat16},
     "as-peft-writes-it": {
         "alora_invocation_tokens": None, "arrow_config": None, "auto_mapping": None, "corda_config": None,
@@ -129,7 +127,7 @@ def test_names_with_the_adapters_name(tmp_path: Path, base: Path, model: Decoder
 
 
 def test_ranks_and_bytes(tmp_path: Path, base: Path, model: Decoder) -> None:
-    adapter = write_peft(tmp_path, base, rank=4, rank_pattern={"q_proj": 9})
+    adapter = write_peft(tmp_path, base, rank=9)
     weights = read_lora(adapter, model, MAX_RANK)
     assert weights.rank == 9
     tensors = [tensor for _, a, b in matrices(weights, model) for tensor in (a, b)]
@@ -270,26 +268,20 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (with_field("use_qalora", True), f"use_qalora is True, {ONLY_PLAIN}"),
     "unknown-field": (with_field("use_tomorrow", 1), f"use_tomorrow is 1, {ONLY_PLAIN}"),
     "base-changed": (with_field("init_lora_weights", "pissa_niter_4"), "'pissa_niter_4', it must be .*convert"),
-    "patterns": (
-        with_field("alpha_pattern", {f"layer{i}": 1 for i in range(1025)}),
-        "alpha_pattern has 1025 keys, at most 1024 are read",
-    ),
-    "rank-pattern": (with_field("rank_pattern", {".*mlp.*": 2}), r"rank_pattern: \.\*mlp\.\* is 2, .* are not run"),
+    "rank-pattern": (with_field("rank_pattern", {"q_proj": 2}), rf"rank_pattern is \{{'q_proj': 2\}}, {ONLY_PLAIN}"),
+    "alpha-pattern": (with_field("alpha_pattern", {"q_proj": 2}), rf"alpha_pattern is .*2.*, {ONLY_PLAIN}"),
     "no-rank": (with_field("r", None), "r is None, it must be an integer from 1"),
     "no-alpha": (with_field("lora_alpha", 0), "lora_alpha is 0, it must be a number from 1e-12"),
     "nan-alpha": (with_field("lora_alpha", float("nan")), "lora_alpha is nan, it must be a number"),
     "rank-stabilised": (with_field("use_rslora", "yes"), "use_rslora is 'yes', it must be true or false"),
-    "pattern": (with_field("alpha_pattern", {"(a+)+b": 2}), r"alpha_pattern: \(a\+\)\+b is 2, .* are not run"),
-    "pattern-value": (with_field("alpha_pattern", {"q_proj": "2"}), "alpha_pattern: q_proj is '2', it must be a"),
-    "rank-value": (with_field("rank_pattern", {"q_proj": 0}), "rank_pattern: q_proj is 0, it must be an"),
     "other-rank": (with_field("r", 5), rf"lora_A.weight has shape \[4, 128\], {NEEDS} \[5, 128\]"),
-    "huge-header": (with_huge_header, r"header claims \d+ bytes of \d+, and at most 79872 are read"),
+    "huge-header": (with_huge_header, r"header claims \d+ bytes, and at most 79872 are read"),
     "cut": (
         lambda adapter: os.truncate(adapter / WEIGHTS_NAME, (adapter / WEIGHTS_NAME).stat().st_size - 1),
-        "tensors need .* bytes of data, the file has",
+        "not a valid safetensors file.* not fully",
     ),
     "longer": (
-        lambda adapter: os.truncate(adapter / WEIGHTS_NAME, 1 << 30), "tensors need .* bytes of data, the file has"
+        lambda adapter: os.truncate(adapter / WEIGHTS_NAME, 1 << 30), "not a valid safetensors file.* not fully"
     ),
     "missing-a": (without(A), f"the checkpoint lacks {LAYER}.lora_A.weight; its files and this base do not match"),
     "missing-b": (without(B), f"the checkpoint lacks {LAYER}.lora_B.weight; its files and this base do not"),
@@ -312,10 +304,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "halves": (tensor(B, lambda b: b[:, :3]), rf"{LAYER}.lora_B.weight has shape \[64, 3\], {NEEDS} \[64, 4\]"),
     "scalar": (tensor(A, lambda a: a[0, 0]), rf"{LAYER}.lora_A.weight has shape \[\], {NEEDS} \[4, 64\]"),
-    "rank": (with_field("r", 20), f"model.layers.0.* has rank 20, it must .* max_lora_rank, which is {MAX_RANK}$"),
-    "layers-rank": (
-        with_field("rank_pattern", {"up_proj": 17}), "layers.0.mlp.up_proj has rank 17, it must be from 1 to"
-    ),
+    "rank": (with_field("r", 20), f"r is 20, it must be from 1 to max_lora_rank, which is {MAX_RANK}$"),
     "integers": (tensor(A, lambda a: a.to(torch.int8)), rf"{LAYER}.lora_A.weight has dtype torch.int8; only float"),
     "none": (lambda adapter: write_folder(adapter, read_peft(adapter)[0], {}), "has no tensors: save the adapter"),
 }  # fmt: skip

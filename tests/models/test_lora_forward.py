@@ -82,7 +82,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", tiny_models.NATIVE)
 def test_logits_are_those_of_merged_weights(tmp_path: Path, name: str) -> None:
     tiny_models.save(tiny_models.NATIVE[name], tmp_path / "base")
-    adapter = write_peft(tmp_path / "adapter", tmp_path / "base", rank=5, rank_pattern={"k_proj": 8})
+    adapter = write_peft(tmp_path / "adapter", tmp_path / "base", rank=5)
     merged = logits_of(parts_of(write_merged(tmp_path / "merged", tmp_path / "base", adapter)))
     base, parts = logits_of(parts_of(tmp_path / "base")), put(with_slots(tmp_path / "base"), adapter)
     found = logits_of(parts, ALL)

@@ -25,7 +25,7 @@ MAX_RANK = 8
 MAX_SPACINGS = 16.0  # of bfloat16, by which rounding moves a logit of these models
 COUNT = 6  # prompts of the base and of each adapter
 ADAPTERS: dict[str, dict[str, object]] = {
-    "all": {"rank": 4, "rank_pattern": {"up_proj": 7}},
+    "all": {"rank": 4},
     "attention": {"rank": 8, "use_rslora": True, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "one-layer": {"rank": 1, "targets": ["v_proj", "down_proj"], "layers": [1]},
 }

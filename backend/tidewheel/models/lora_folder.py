@@ -17,9 +17,8 @@ from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.model_folder import one_line
-from tidewheel.models.safetensors_file import read_tensors
 from tidewheel.models.shard import TensorPart
-from tidewheel.models.weight_source import WeightSource, check_names, named, uncounted
+from tidewheel.models.weight_source import WeightSource, check_names, named, read_tensors, uncounted
 from tidewheel.regular_files import read_object
 from tidewheel_kernels.lora import LoraMatrices
 from tidewheel_kernels.native.huge_pages import empty_in_huge_pages
@@ -27,8 +26,7 @@ from tidewheel_kernels.native.huge_pages import empty_in_huge_pages
 CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # Parsing holds the interpreter, for which steps wait.
 MAX_CONFIG_BYTES, MAX_HEADER_BYTES, HEADER_BYTES_OF_LAYER = 1 << 18, 1 << 16, 1 << 10
-MAX_PATTERNS = 1 << 10
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
 # How an adapter was made, or which layers it has, as its tensors say by their names.
 _WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -38,7 +36,6 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 _OFF: tuple[object, ...] = (None, False, "none", [], {})
 _INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # that leave the base as it is
-_PATTERN = re.compile(r"\^?(?:\.\*\\?\.)?((?:[\w-]|\\?\.)+)\$?")  # name of a module or its end
 _PEFT_AFFIXES = re.compile(r"^base_model\.model\.|\.default(?=\.weight$)")  # that a tensor's name gets from PEFT
 
 
@@ -47,7 +44,7 @@ class LoraWeights:
     """Adapter in host memory, for a model or one rank's part of it."""
 
     by_layer: Mapping[str, Sequence[LoraMatrices | None]]  # by `Linear.name`, in the order of the layer's parts
-    rank: int  # largest
+    rank: int
     num_bytes: int
     number: int = -1  # that ranks know it by
 
@@ -87,19 +84,18 @@ class LoraFile(WeightSource):
             raise ConfigError(f"{path} has two adapters: keep one of them")
         if outer := [name for name in stored if "embed_tokens" in name or "lm_head" in name]:
             raise ConfigError(f"{path} has {named(outer)}: adapters change no embedding and no output matrix")
-        self.rank, self.scales = 0, dict[str, float]()  # by module
+        self.rank, self.modules = config.integer("r"), list[str]()
+        if self.rank > max_rank:
+            raise config.error("r", f"from 1 to max_lora_rank, which is {max_rank}")
+        divisor = math.sqrt(self.rank) if config.flag("use_rslora", False) else self.rank
+        self._scale = config.number("lora_alpha") / divisor
         expected, parts = dict[str, tuple[int, ...]](), dict[str, TensorPart]()
         for module in dict.fromkeys(name.rsplit(".", 2)[0] for name in self.tensors):
             if module not in shapes:
                 continue
-            rank, self.scales[module] = _rank_and_scale(config, module)
-            if rank > max_rank:
-                raise ConfigError(
-                    f"{folder}: {module} has rank {rank}, it must be from 1 to max_lora_rank, which is {max_rank}"
-                )
-            self.rank = max(self.rank, rank)
+            self.modules.append(module)
             names, (outputs, inputs) = names_of(module), shapes[module]
-            expected |= zip(names, ((rank, inputs), (outputs, rank)), strict=True)
+            expected |= zip(names, ((self.rank, inputs), (outputs, self.rank)), strict=True)
             if (part := model.tensor_parts.get(f"{module}.weight")) is not None:
                 parts[names[1 - part.axis]] = part  # some outputs of B, or some inputs of A
         check_names(self, expected, lambda _name: False, folder, "this base")
@@ -111,8 +107,8 @@ class LoraFile(WeightSource):
         """Return the tensors in `dtype`, B scaled, in one block of host memory. Raise `ConfigError` if not finite."""
         read = {name: torch.empty(stored.part_shape, dtype=torch.float32) for name, stored in self.tensors.items()}
         self.copy(read, uncounted)
-        for module, scale in self.scales.items():
-            read[names_of(module)[1]].mul_(scale)
+        for module in self.modules:
+            read[names_of(module)[1]].mul_(self._scale)
         sizes = [value.numel() for value in read.values()]
         if device.type == "cuda":
             with torch.cuda.device(device):  # the current device is thread-local
@@ -139,7 +135,7 @@ def read_lora(folder: Path, model: Decoder, max_rank: int) -> LoraWeights:
     except RuntimeError as error:  # an allocator's
         raise ConfigError(f"{folder} is not loaded for lack of host memory: {one_line(error)}") from error
     matrices = {
-        f"{module}.weight": LoraMatrices(*(values[name] for name in names_of(module))) for module in file.scales
+        f"{module}.weight": LoraMatrices(*(values[name] for name in names_of(module))) for module in file.modules
     }
     by_layer = {layer.name: [matrices.get(weight) for weight in layer.parts] for layer in model.lora_linears}
     return LoraWeights(by_layer, file.rank, sum(value.nbytes for value in values.values()))
@@ -151,23 +147,3 @@ def _whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     whole = Decoder(config, max_model_len=1, dtype=torch.float32, device=torch.device("meta"))
     weights = [name for layer in whole.lora_linears for name in layer.parts]
     return {name.removesuffix(".weight"): whole.shapes[name] for name in weights}
-
-
-def _rank_and_scale(config: ConfigFields, module: str) -> tuple[int, float]:
-    """Return a module's rank, and the factor alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
-    rank = ConfigFields.integer(*_entry(config, module, "rank_pattern", "r"))
-    alpha = ConfigFields.number(*_entry(config, module, "alpha_pattern", "lora_alpha"))
-    return rank, alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
-
-
-def _entry(config: ConfigFields, module: str, patterns: str, default: str) -> tuple[ConfigFields, str]:
-    """Return the section and key of a module's value: the first pattern that its name ends with, else the default."""
-    section = config.section(patterns)
-    if len(section.values) > MAX_PATTERNS:
-        raise ConfigError(f"{section.where} has {len(section.values)} keys, at most {MAX_PATTERNS} are read")
-    for key in section.values:
-        if (match := _PATTERN.fullmatch(key)) is None:
-            raise section.error(key, "of a layer's name or its end: regular expressions are not run")
-        if f".{module}".endswith("." + match[1].replace("\\.", ".")):
-            return section, key
-    return config, default

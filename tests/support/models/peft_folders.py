@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,9 +25,8 @@ def base_weights(base: Path) -> dict[str, torch.Tensor]:
 
 def write_peft(
     folder: Path, base: Path, *, seed: int = 0, rank: int = 4, alpha: float = 8, targets: Sequence[str] = LINEARS,
-    layers: Sequence[int] | None = None, use_rslora: bool = False, rank_pattern: Mapping[str, int] | None = None,
-    alpha_pattern: Mapping[str, float] | None = None, strength: float = 0.5, dtype: torch.dtype = torch.float32,
-    **config: object,
+    layers: Sequence[int] | None = None, use_rslora: bool = False, strength: float = 0.5,
+    dtype: torch.dtype = torch.float32, **config: object,
 ) -> Path:  # fmt: skip
     """Write an adapter of the linear layers `targets` of all or some `layers`, and return its folder.
 
@@ -35,8 +35,8 @@ def write_peft(
     """
     fields = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank,
-        "lora_alpha": alpha, "use_rslora": use_rslora, "rank_pattern": dict(rank_pattern or {}),
-        "alpha_pattern": dict(alpha_pattern or {}), "target_modules": list(targets), "lora_dropout": 0.05,
+        "lora_alpha": alpha, "use_rslora": use_rslora, "rank_pattern": {},
+        "alpha_pattern": {}, "target_modules": list(targets), "lora_dropout": 0.05,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
         "layers_to_transform": None, "modules_to_save": None, "use_dora": False, "revision": None, **config,
     }  # fmt: skip
@@ -44,10 +44,9 @@ def write_peft(
     tensors = {}
     for name, weight in base_weights(base).items():
         if _is_target(module := name.removesuffix(".weight"), targets, layers) and weight.dim() == 2:
-            own_rank, scale = _rank_and_scale(fields, module)
-            a = torch.randn(own_rank, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
-            b = torch.randn(weight.shape[0], own_rank, generator=generator)
-            b *= strength * float(weight.float().std()) / float((scale * (b @ a)).std())
+            a = torch.randn(rank, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
+            b = torch.randn(weight.shape[0], rank, generator=generator)
+            b *= strength * float(weight.float().std()) / float((_scale(fields) * (b @ a)).std())
             tensors[f"{PREFIX}{module}.lora_A.weight"] = a.to(dtype).contiguous()
             tensors[f"{PREFIX}{module}.lora_B.weight"] = b.to(dtype).contiguous()
     assert tensors, "no layer of the model is a target"
@@ -74,7 +73,7 @@ def deltas(adapter: Path) -> dict[str, torch.Tensor]:
         if name.endswith(".lora_A.weight"):
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             b = tensors[f"{PREFIX}{module}.lora_B.weight"]
-            found[f"{module}.weight"] = (_rank_and_scale(fields, module)[1] * (b.double() @ a.double())).float()
+            found[f"{module}.weight"] = (_scale(fields) * (b.double() @ a.double())).float()
     return found
 
 
@@ -103,15 +102,7 @@ def _is_target(module: str, targets: Sequence[str], layers: Sequence[int] | None
     return module.rsplit(".", 1)[-1] in targets
 
 
-def _rank_and_scale(fields: Mapping[str, object], module: str) -> tuple[int, float]:
-    """Return a layer's rank and factor as PEFT finds them: the first key that its name ends with."""
-
-    def chosen(pattern: str, default: str) -> float:
-        values: dict[str, float] = fields.get(pattern) or {}  # type: ignore[assignment]
-        return next(
-            (value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)),
-            fields[default],  # type: ignore[arg-type]
-        )
-
-    rank, alpha = int(chosen("rank_pattern", "r")), chosen("alpha_pattern", "lora_alpha")
-    return rank, alpha / (math.sqrt(rank) if fields["use_rslora"] else rank)
+def _scale(fields: Mapping[str, Any]) -> float:
+    """Return the factor of an adapter's products, as PEFT has it."""
+    rank: int = fields["r"]
+    return float(fields["lora_alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,16 +154,6 @@ def test_batches_are_cut_to_a_slice_by_measured_time(make: Callable[..., Engine]
     engine.scheduler._recorder.flush()  # type: ignore[attr-defined]
     (path,) = tmp_path.iterdir()
     assert not replay(Recording(path), scheduler_of(Recording(path).header)).difference
-
-
-@pytest.mark.parametrize(("seconds", "slow"), [(0.1, True), (0.001, False)])
-def test_an_item_longer_than_a_slice_is_named_at_load(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, seconds: float, slow: bool
-) -> None:
-    times = itertools.count()
-    monkeypatch.setattr(runner_module.time, "monotonic", lambda: seconds * next(times))
-    lines = make(buckets='{"L": [2, 4]}').info.describe()
-    assert any("one item takes 100 ms, longer than a slice" in line for line in lines) == slow
 
 
 def test_urgent_requests_come_first(make: Callable[..., Engine]) -> None:

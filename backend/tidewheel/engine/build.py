@@ -83,7 +83,7 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
         **msgspec.structs.asdict(runner),
     )
     for line in info.describe():
-        log.log(logging.WARNING if line in (info.shortened, info.slow_item) else logging.INFO, "%s", line)
+        log.log(logging.WARNING if line == info.shortened else logging.INFO, "%s", line)
     return info
 
 

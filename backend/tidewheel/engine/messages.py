@@ -147,8 +147,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
             kind = "one-shot" if self.offer is None else "many steps"
             loaded = f"model: {kind} by {self.architecture} on {self.device}, loaded in {self.load_seconds:.1f} s"
             shown = ", ".join(spec.describe() for spec in tensors)
-            lines = [loaded, f"batches of at most {self.max_num_batched_tokens}: {shown}"]
-            return [*lines, *([self.slow_item] if self.slow_item else [])]
+            return [loaded, f"batches of at most {self.max_num_batched_tokens}: {shown}"]
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
         lines = [
             f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "

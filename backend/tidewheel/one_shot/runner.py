@@ -14,7 +14,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError, TidewheelError
 from tidewheel.one_shot.adapters import Adapter, load_adapter
-from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Buckets, Signature, TensorSpec
+from tidewheel.one_shot.signature import Array, Arrays, Signature, TensorSpec
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _BLOCKS_PER_ROW = 64  # so that blocks are not short while steps that ended wait for a slow one before them
 _MAX_REASON_CHARS = 300
-_NUM_MEASURED = 3  # items; the first allocates
 _MAX_ROOM_BYTES = 64 << 20  # kept for the next batch
 _T = TypeVar("_T")
 
@@ -52,7 +51,6 @@ class OneShotRunner:
         self._adapter = adapter
         self._signature = signature
         self._may_join = signature.is_batched
-        self._item_ms: list[float] = []
         self._rooms: dict[str, Array] = {}  # of joined inputs, by name: new memory costs as much as the copy
         max_items = config.max_num_batched_tokens if signature.is_batched or config.is_remote else 1
         num_rows = config.max_num_seqs if config.is_remote else min(config.max_num_seqs, max_items)
@@ -74,49 +72,22 @@ class OneShotRunner:
         """Load the model. Raise `ConfigError`."""
         begin = time.monotonic()
         runner = cls(*load_adapter(config), config)
-        runner._try_item()
-        seconds, line = time.monotonic() - begin, runner._slow_item()
-        runner.info = msgspec.structs.replace(runner.info, load_seconds=seconds, slow_item=line)
+        runner.info = msgspec.structs.replace(runner.info, load_seconds=time.monotonic() - begin)
         return runner
 
     def launch(self, batch: ScheduledBatch) -> FinishedRun:
         """Run the batch's requests, all of which are new."""
         by_row = {new.row: new.request for new in batch.new_rows}
         requests = [by_row[row] for row in batch.rows.tolist()]
-        begin = time.monotonic()
         for some in [requests] if self._may_join else [[request] for request in requests]:
             for request, outputs in each_of(some, self._outputs):
                 if self._config.check_finite and (error := not_finite(outputs)):
                     request.error = error
                 else:
                     request.outputs = outputs
-        if batch.num_tokens == 1 and len(self._item_ms) < _NUM_MEASURED:
-            self._item_ms.append(1e3 * (time.monotonic() - begin))
-            if line := self._slow_item():  # whose size is known from requests alone
-                log.warning("%s", line)
         for request in requests:
             request.inputs = None
         return FinishedRun.of(batch.step_id, requests)
-
-    def _try_item(self) -> None:
-        """Measure an item of zeros, unless the model raises or only requests tell a size."""
-        try:
-            inputs = {spec.name: _item_of_zeros(spec, self._signature.buckets) for spec in self._signature.inputs}
-            for _ in range(_NUM_MEASURED):
-                begin = time.monotonic()
-                self._run([inputs])
-                self._item_ms.append(1e3 * (time.monotonic() - begin))
-        except Exception as error:
-            log.info("an item of zeros was not run: %s", reason_of(error))
-
-    def _slow_item(self) -> str:
-        slice_ms = self._config.device_slice_ms
-        if len(self._item_ms) < _NUM_MEASURED or not 0.0 < slice_ms < min(self._item_ms):
-            return ""
-        return (
-            f"one item takes {min(self._item_ms):.0f} ms, longer than a slice (device_slice_ms {slice_ms:g}): "
-            "requests of other engines of the device wait for it"
-        )
 
     def _outputs(self, requests: Sequence[Request]) -> list[Arrays]:
         """Run requests as one. Raise what the model raises, or `ValueError` for outputs of other sizes."""
@@ -200,12 +171,6 @@ def not_finite(outputs: Arrays) -> NumericError | None:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             return NumericError(f"output {name} is not finite (NaN or infinite); only this request is affected")
     return None
-
-
-def _item_of_zeros(spec: TensorSpec, buckets: Buckets) -> Array:
-    """Raise `ValueError` for a size that only requests tell."""
-    sizes = [1 if axis == spec.batch_axis or dim in buckets else int(dim) for axis, dim in enumerate(spec.dims)]
-    return np.zeros(sizes, DTYPES[spec.dtype])
 
 
 def _part(spec: TensorSpec, array: Array, begin: int, end: int) -> Array:

@@ -36,7 +36,6 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     stage_seconds: dict[str, float] = {}
     decode_seconds: list[tuple[int, float]] = []  # of steps by number of decodes, ascending; empty: not measured
     max_audio_samples: int = 0  # of a request, at 16 kHz; 0: the model takes no audio
-    slow_item: str = ""  # log line, if one item of a one-shot model takes longer than a slice
     signature: Signature | None = None  # of a model without text
     offer: StepOffer | None = None  # of a model that takes many steps
 

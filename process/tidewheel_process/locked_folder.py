@@ -8,7 +8,6 @@ import shutil
 import stat
 import tempfile
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -116,13 +115,6 @@ def remove_left_over(base: Path, prefix: str) -> None:
     """Remove the folders in `base` whose processes were killed."""
     for folder in filter(is_left_over, base.glob(f"{prefix}*")):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def keep_folder(folder: Path, user: object) -> None:
-    """Hold a folder's shared lock, if it has a lock, while `user` exists."""
-    with contextlib.suppress(OSError):
-        if (folder / LOCK).exists() and (lock := try_lock(folder / LOCK, LOOK_S, is_shared=True)):
-            weakref.finalize(user, lock.close)
 
 
 def is_free(path: Path) -> bool:

@@ -37,7 +37,6 @@ from tidewheel.frontend.tool_grammar import ToolGrammars
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler, to_source
 from tidewheel_process.child import Child, describe_exit
-from tidewheel_process.locked_folder import keep_folder
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,6 @@ class PromptWorkers:
     """Encoder in `count` processes, which are replaced when they end. Thread-safe."""
 
     def __init__(self, folder: TokenizerFolder, count: int) -> None:
-        keep_folder(folder.path, self)
         self._folder = folder
         self._is_closed = False
         self._lock = threading.Lock()

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.config_fields import MAX_CONTEXT, ConfigFields
 from tidewheel.models.gguf_header import GGUFTensor, read_header
 from tidewheel.models.gguf_tokenizer import tokenizer_files
-from tidewheel_process.locked_folder import LOCK, FolderError, is_free, make_private
+from tidewheel_process.locked_folder import FolderError, make_private
 
 LINK = "model.gguf"  # to the file
 VERSION = 2  # raised, it makes all folders anew
@@ -41,20 +39,11 @@ def derived_folder(file: Path) -> Path:
         folder = root / f"{re.sub(r'[^A-Za-z0-9._-]', '_', file.stem)[:80]}-{key[:16]}"
         if not folder.is_dir():
             _make(folder, file)
-            _remove_outdated(folder, file)
         return folder
     except OSError as error:
         raise ConfigError(f"{error.filename or file}: {error.strerror}; make room, or {remedy}") from None
     except FolderError as error:
         raise ConfigError(str(error)) from None
-
-
-def _remove_outdated(folder: Path, file: Path) -> None:
-    """Remove folders made of the file before it changed, except those in use (`keep_folder`)."""
-    for link in folder.parent.glob(f"*/{LINK}"):
-        with contextlib.suppress(FileNotFoundError):  # another process removes it too
-            if link.parent != folder and link.readlink() == file and is_free(link.with_name(LOCK)):
-                shutil.rmtree(link.parent, ignore_errors=True)
 
 
 def _make(folder: Path, file: Path) -> None:
@@ -63,18 +52,15 @@ def _make(folder: Path, file: Path) -> None:
     config = model_config(fields, header.tensors)
     if (factors := header.tensors.get("rope_freqs.weight")) is not None:
         config["rope_parameters"] |= _llama3_scaling(file, factors, config)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as scratch:
         for name, value in {"config.json": config, **tokenizer_files(fields)}.items():
-            (scratch / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-        (scratch / LINK).symlink_to(file)
-        (scratch / LOCK).touch()
-        scratch.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another process has made it meanwhile
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            Path(scratch, name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+        Path(scratch, LINK).symlink_to(file)
+        try:
+            Path(scratch).rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has made it meanwhile
+                raise
 
 
 def model_config(fields: ConfigFields, tensors: dict[str, GGUFTensor]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.grammar import Grammar, GrammarKind, TokenGrammar, check_bounds, read_plainly
 from tidewheel.regular_files import read_at_most
-from tidewheel_process.locked_folder import keep_folder
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -69,7 +68,6 @@ class GrammarCompiler:
     """Compiler over the tokens of a folder's `tokenizer.json`. Not thread-safe."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        keep_folder(folder, self)  # read later
         self._path = folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._tokens: LLTokenizer | ConfigError | None = None

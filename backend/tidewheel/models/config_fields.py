@@ -38,9 +38,6 @@ class ConfigFields:
             raise self.error(key, f"a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}")
         return float(value)
 
-    def optional_number(self, key: str) -> float | None:
-        return None if self.values.get(key) is None else self.number(key)
-
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):

@@ -59,22 +59,15 @@ def _with_scaling(rope: RopeConfig, fields: ConfigFields, merged: ConfigFields) 
             raise ConfigError(f"{merged.where}: high_freq_factor {high} must be above low_freq_factor {low}")
         factor = merged.number("factor")
         return replace(rope, factor=factor, original_context=original, low_freq_factor=low, high_freq_factor=high)
+    if merged.values.get("mscale_all_dim"):
+        raise merged.error("mscale_all_dim", "left out: it is not offered for this architecture")
     factor = merged.number("factor", context / original)
     return replace(
         rope, factor=factor, original_context=original,
         beta_fast=merged.number("beta_fast", 32.0), beta_slow=merged.number("beta_slow", 1.0),
-        attention_factor=_yarn_attention_factor(merged, factor), truncate=merged.flag("truncate", True),
+        attention_factor=merged.number("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),  # section 3.4
+        truncate=merged.flag("truncate", True),
     )  # fmt: skip
-
-
-def _yarn_attention_factor(merged: ConfigFields, factor: float) -> float:
-    """Return 0.1 ln(factor) + 1 (YaRN, Peng et al. 2023, section 3.4); for DeepSeek's `mscale` keys, a quotient."""
-    given = merged.optional_number("attention_factor")
-    if given is not None:
-        return given
-    mscale, mscale_all = merged.optional_number("mscale"), merged.optional_number("mscale_all_dim")
-    log = 0.1 * math.log(factor) if factor > 1 else 0.0
-    return (log * mscale + 1) / (log * mscale_all + 1) if mscale and mscale_all else log + 1
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
@@ -100,7 +93,7 @@ def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Blend interpolated and plain frequencies (YaRN, section 3.2, "NTK-by-parts")."""
+    """Blend interpolated and plain frequencies (YaRN, Peng et al. 2023, section 3.2, "NTK-by-parts")."""
 
     def dimension(rotations: float) -> float:
         return rotary_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -71,7 +71,7 @@ _CONFIG: dict[str, Any] = {
     "layer_types": ["full_attention", "sliding_attention"], "eos_token_id": [0, 2],
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
-        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
     },
 }  # fmt: skip
 _LLAMA3 = {

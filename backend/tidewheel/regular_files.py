@@ -1,16 +1,29 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from tidewheel.errors import ConfigError
 
 MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
+
+
+@contextlib.contextmanager
+def as_config_error(what: object, remedy: str = "download it again") -> Iterator[None]:
+    """Turn an `OSError`, or a `ValueError` about a file's content, into a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or what} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}; {remedy}") from None
 
 
 def open_regular(path: Path) -> BinaryIO:

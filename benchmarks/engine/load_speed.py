@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.study import Study, in_turns
-from tidewheel.models.safetensors_file import read_tensors
+from tidewheel.models.weight_source import read_tensors
 from tidewheel.models.weight_stream import (
     MAX_READERS,
     SLOT_BYTES,

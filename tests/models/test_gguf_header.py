@@ -97,7 +97,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "list of texts": (header(num_keys=1, rest=text("k") + struct.pack("<IIQ", 9, 8, 2**60)), f"claims {2**60} items"),
     "list of lists": (header(num_keys=1, rest=text("k") + struct.pack("<IIQ", 9, 9, 1)), "'k' has values of type 9"),
     "kind of value": (header(num_keys=1, rest=text("k") + struct.pack("<I", 99)), "'k' has values of type 99"),
-    "not UTF-8": (header(num_keys=1, rest=struct.pack("<Q", 1) + b"\xff" + bytes(8)), "is not UTF-8"),
+    "not UTF-8": (header(num_keys=1, rest=struct.pack("<Q", 1) + b"\xff" + bytes(8)), "'utf-8' codec"),
     "key twice": (header(num_keys=2, rest=(text("k") + struct.pack("<IB", 7, 1)) * 2), "twice"),
     "tensor twice": (header(num_tensors=2, rest=tensor(0, 4)[:-64] * 2), "twice"),
     "alignment": (header(num_keys=1, rest=text("general.alignment") + struct.pack("<II", 4, 0)), "alignment is 0"),

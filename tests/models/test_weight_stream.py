@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
 from tidewheel.models import weight_stream
-from tidewheel.models.safetensors_file import read_tensors
-from tidewheel.models.weight_source import uncounted
+from tidewheel.models.weight_source import read_tensors, uncounted
 from tidewheel.models.weight_stream import (
     BytesRead,
     FileChunk,

@@ -13,8 +13,9 @@ from tidewheel.models.gguf_blocks import DTYPES, dequantize_rows, group_rows, ma
 from tidewheel.models.gguf_header import TAKE_ANOTHER, GGUFTensor, read_header
 from tidewheel.models.linear import GroupFormat
 from tidewheel.models.shard import TensorPart
-from tidewheel.models.weight_source import WeightSource, as_config_error, uncounted
+from tidewheel.models.weight_source import WeightSource, uncounted
 from tidewheel.models.weight_stream import BytesRead, StoredTensor, copy_tensors
+from tidewheel.regular_files import as_config_error
 from tidewheel_kernels.grouped_linear import GroupedWeights
 
 _NAMES = {
@@ -68,7 +69,7 @@ class GGUFFile(WeightSource):
         for name, destination in destinations.items():
             if name not in floats:
                 rows = self._rows(name)
-                with as_config_error(f"{self.path}: {name} is damaged", "download it again"):
+                with as_config_error(f"{self.path}: {name} is damaged"):
                     dequantize_rows(rows, self._raw[name].kind, destination.view(len(rows), -1))
                 read(self.tensors[name].num_bytes)
             if (order := self._row_order(name)) is not None:
@@ -78,7 +79,7 @@ class GGUFFile(WeightSource):
         if not isinstance(self.tensors[name].kind, GroupFormat):
             return self.plain(name, device)
         rows, order = self._rows(name), self._row_order(name)
-        with as_config_error(f"{self.path}: {name} is damaged", "download it again"):
+        with as_config_error(f"{self.path}: {name} is damaged"):
             return group_rows(rows if order is None else rows[order], self._raw[name].kind, device)
 
     def _rows(self, name: str) -> torch.Tensor:

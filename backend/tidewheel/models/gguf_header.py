@@ -13,9 +13,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from tidewheel.models.file_headers import MAX_HEADER_BYTES, HeaderError, aligned, as_config_error, tiled_bytes
-from tidewheel.regular_files import open_regular
+from tidewheel.errors import ConfigError
+from tidewheel.regular_files import as_config_error, open_regular
 
+MAX_HEADER_BYTES = 100_000_000
 MAX_COUNT = 1 << 22  # tensors, keys, or values of a list
 MAX_DIMENSIONS = 4
 TAKE_ANOTHER = "take a file of another type, such as Q4_K_M or Q8_0"
@@ -48,33 +49,39 @@ class GGUFHeader(NamedTuple):
 
 def read_header(path: Path) -> GGUFHeader:
     """Return a file's header. Raise `ConfigError`."""
-    with as_config_error(path, "GGUF"), open_regular(path) as file:
-        return _HeaderReader(file).header()
+    with as_config_error(f"{path} is not a valid GGUF file"), open_regular(path) as file:
+        return _HeaderReader(path, file).header()
 
 
 class _HeaderReader:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
         self._size = os.fstat(file.fileno()).st_size
         self._left = min(self._size, MAX_HEADER_BYTES)
 
     def header(self) -> GGUFHeader:
         magic, version = self._numbers("<4sI")
         if magic == b"vers":
-            raise HeaderError("it is a pointer of Git LFS", "run git lfs pull")
+            raise ConfigError(f"{self._path} is not a valid GGUF file: it is a pointer of Git LFS; run git lfs pull")
         if magic != b"GGUF":
-            raise HeaderError(f"it begins with {magic!r} instead of GGUF")
+            raise ValueError(f"it begins with {magic!r} instead of GGUF")
         if version not in (2, 3):
-            raise HeaderError(f"it has version {version}, read are 2 and 3 of little-endian files", "convert it anew")
+            known = "read are 2 and 3 of little-endian files"
+            raise ConfigError(f"{self._path} has version {version}, {known}: convert it anew")
         num_tensors, num_keys = self._numbers("<QQ")
         metadata, tensors = self._table(num_keys, self._value), self._table(num_tensors, self._tensor)
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= MAX_HEADER_BYTES:
-            raise HeaderError(f"general.alignment is {alignment!r}")
-        start = aligned(self._file.tell(), alignment)
-        size = tiled_bytes(((name, each.begin, each.num_bytes) for name, each in tensors.items()), alignment)
+            raise ValueError(f"general.alignment is {alignment!r}")
+        start, size = self._file.tell(), 0
+        start += -start % alignment
+        for name, tensor in tensors.items():
+            size += -size % alignment
+            if tensor.begin != size:
+                raise ValueError(f"{name!r} begins at byte {tensor.begin} instead of {size}")
+            size += tensor.num_bytes
         if start + size > self._size:
-            raise HeaderError(f"its tensors need {size} bytes of data, it lacks {start + size - self._size}")
+            raise ValueError(f"its tensors need {size} bytes of data, it lacks {start + size - self._size}")
         return GGUFHeader(metadata, {name: each._replace(begin=start + each.begin) for name, each in tensors.items()})
 
     def _table(self, count: int, read: Any) -> dict[str, Any]:
@@ -83,13 +90,13 @@ class _HeaderReader:
             name = self._text()
             table[name] = read(name)
         if len(table) != count:
-            raise HeaderError("it names a key or a tensor twice")
+            raise ValueError("it names a key or a tensor twice")
         return table
 
     def _read(self, size: int) -> bytes:
         data = self._file.read(size) if size <= self._left else b""
         if len(data) != size:
-            raise HeaderError(f"its header claims {size} bytes where {self._left} are left")
+            raise ValueError(f"its header claims {size} bytes where {self._left} are left")
         self._left -= size
         return data
 
@@ -98,15 +105,11 @@ class _HeaderReader:
 
     def _count(self, count: int, least_bytes: int) -> int:
         if count > MAX_COUNT or count * least_bytes > self._left:
-            raise HeaderError(f"its header claims {count} items in {self._left} bytes")
+            raise ValueError(f"its header claims {count} items in {self._left} bytes")
         return count
 
     def _text(self) -> str:
-        data = self._read(int.from_bytes(self._read(8), "little"))
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            raise HeaderError(f"{data[:40]!r} is not UTF-8") from None
+        return self._read(*self._numbers("<Q")).decode()
 
     def _value(self, key: str) -> object:
         (kind,) = self._numbers("<I")
@@ -122,7 +125,7 @@ class _HeaderReader:
     def _scalars(self, key: str, kind: int, count: int) -> tuple[Any, ...]:
         form = _SCALARS.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
         if form is None:
-            raise HeaderError(f"{key!r} has values of type {kind}, which is not known")
+            raise ValueError(f"{key!r} has values of type {kind}, which is not known")
         return self._numbers(f"<{self._count(count, struct.calcsize(form))}{form}")
 
     def _tensor(self, name: str) -> GGUFTensor:
@@ -130,7 +133,8 @@ class _HeaderReader:
         shape = self._numbers(f"<{min(num_dimensions, MAX_DIMENSIONS)}Q")[::-1]
         number, begin = self._numbers("<IQ")
         if num_dimensions <= MAX_DIMENSIONS and number not in GGML_QUANT_SIZES:
-            raise HeaderError(f"{name!r} has values of type {number}, which gguf does not know", TAKE_ANOTHER)
+            kind = f"has values of type {number}, which gguf does not know"
+            raise ConfigError(f"{self._path}: {name!r} {kind}: {TAKE_ANOTHER}")
         if not 0 < num_dimensions <= MAX_DIMENSIONS or 0 in shape or shape[-1] % GGML_QUANT_SIZES[number][0]:
-            raise HeaderError(f"{name!r} of type {number} has shape {list(shape)}")
+            raise ValueError(f"{name!r} of type {number} has shape {list(shape)}")
         return GGUFTensor(GGMLQuantizationType(number), shape, begin)

@@ -20,9 +20,9 @@ from tidewheel.models import quantized_layers as layers
 from tidewheel.models.config_fields import MAX_SHOWN_CHARS, ConfigFields
 from tidewheel.models.quantized_layers import GROUP_SIZES, ROUNDED, Layout, MatrixSize, TensorForm, Tensors
 from tidewheel.models.shard import TensorPart
-from tidewheel.models.weight_source import SafetensorsFolder, WeightSource, as_config_error
+from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
 from tidewheel.models.weight_stream import BytesRead, StoredTensor
-from tidewheel.regular_files import read_object
+from tidewheel.regular_files import as_config_error, read_object
 from tidewheel_kernels.grouped_linear import GroupedWeights, dequantize, quantize_groups
 from tidewheel_kernels.grouped_linear.reference import Bits
 

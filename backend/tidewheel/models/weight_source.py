@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from tidewheel.config import Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import MAX_CONFIG_BYTES
 from tidewheel.models.linear import FormatChoice, GroupFormat, MatrixFormat
 from tidewheel.models.model_folder import gguf_by_name
-from tidewheel.models.safetensors_file import read_tensors
 from tidewheel.models.shard import TensorPart
 from tidewheel.models.weight_stream import BytesRead, StoredTensor, copy_tensors
-from tidewheel.regular_files import read_object
+from tidewheel.regular_files import as_config_error, open_regular, read_object
 from tidewheel_kernels.grouped_linear import GroupedWeights
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -26,6 +25,12 @@ SINGLE_NAME = "model.safetensors"
 OUTER_MATRICES = ("model.embed_tokens.weight", "lm_head.weight", "model.decoder.embed_tokens.weight")
 RANDOM_STD = 0.02
 NUM_NAMED = 3
+MAX_HEADER_BYTES = 100_000_000
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
 
 ROUNDED: Mapping[str, GroupFormat] = {"int8": GroupFormat(8), "int4": GroupFormat(4, has_minimums=True)}
 
@@ -143,15 +148,6 @@ def named(names: Iterable[str]) -> str:
     return ", ".join(ordered[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-@contextlib.contextmanager
-def as_config_error(what: str, advice: str) -> Iterator[None]:
-    """Turn a `ValueError` about the data of `what` into a `ConfigError`."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"{what}: {error}; {advice}") from None
-
-
 def _checkpoint_paths(folder: Path) -> list[Path]:
     if os.path.lexists(folder / INDEX_NAME):  # its reader reports an unreadable one
         return _indexed_paths(folder)
@@ -177,3 +173,23 @@ def _indexed_paths(folder: Path) -> list[Path]:
             raise ConfigError(f"{folder / name} is missing, though {INDEX_NAME} names it: download it again")
         paths.append(folder / name)
     return paths
+
+
+def read_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, in the order of their bytes, which they tile. Raise `ConfigError`."""
+    tensors: dict[str, StoredTensor] = {}
+    with as_config_error(f"{path} is not a valid safetensors file"), open_regular(path) as file:
+        begin = int.from_bytes(file.read(8), "little") + 8
+        if begin - 8 > max_header_bytes:
+            raise ValueError(f"its header claims {begin - 8} bytes, and at most {max_header_bytes} are read")
+        try:
+            with safe_open(path, "numpy") as header:
+                found = {name: header.get_slice(name) for name in header.offset_keys()}
+        except SafetensorError as error:
+            raise ValueError(error) from None
+        for name, tensor in found.items():
+            if (dtype := tensor.get_dtype()) not in _DTYPES:
+                raise ValueError(f"{name!r} has dtype {dtype!r}, known are {', '.join(_DTYPES)}")
+            tensors[name] = StoredTensor(path, tuple(tensor.get_shape()), _DTYPES[dtype], begin)
+            begin += tensors[name].num_bytes
+    return tensors

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.file_headers import as_config_error
 from tidewheel.models.linear import GroupFormat
 from tidewheel.models.shard import TensorPart
+from tidewheel.regular_files import as_config_error
 
 MAX_READERS = 8  # outrun a PCIe 5.0 x16 link
 SLOT_BYTES = 8 << 20
@@ -52,25 +52,23 @@ class StoredTensor(NamedTuple):
 
 
 class FileChunk(NamedTuple):
+    """Rows in a file; a tensor whose columns are all loaded has rows of one value."""
+
     file: Path
     begin: int  # byte of the file
     dtype: torch.dtype  # in the file
-    destination: torch.Tensor  # flat view [n], or [num_rows, end - begin] of some columns
-    columns: tuple[int, int, int] | None = None  # begin, end, and the width of a row in the file; None: all
+    width: int  # values of a row
+    columns: slice  # that are loaded
+    destination: torch.Tensor  # [num_rows, num_columns]
 
     @property
     def size(self) -> int:
         """Return the bytes that are read."""
-        count = self.destination.numel() if self.columns is None else len(self.destination) * self.columns[2]
-        return count * self.dtype.itemsize
+        return len(self.destination) * self.width * self.dtype.itemsize
 
     def selected(self, memory: torch.Tensor) -> torch.Tensor:
         """Return what `destination` holds of `memory`, the chunk's bytes [size] of the file."""
-        values = memory.view(self.dtype)
-        if self.columns is None:
-            return values
-        begin, end, width = self.columns
-        return values.view(-1, width)[:, begin:end]
+        return memory.view(self.dtype).view(-1, self.width)[:, self.columns]
 
 
 LoadChunk = Callable[[FileChunk, ReadInto], None]
@@ -84,24 +82,22 @@ def plan_chunks(
     for name in sorted(destinations, key=lambda name: (tensors[name].file, tensors[name].begin)):
         file, shape, dtype, begin, part = tensors[name]
         assert isinstance(dtype, torch.dtype)
-        row_bytes, columns = math.prod(shape[1:]) * dtype.itemsize, None
-        pieces = torch.split(destinations[name].view(-1), max_bytes // dtype.itemsize)
+        rows, width, columns = destinations[name].view(-1, 1), 1, slice(None)
         if part is not None and part.axis == 1:
-            columns = part.begin, part.end, shape[1]
-            pieces = torch.split(destinations[name], max(max_bytes // row_bytes, 1))
+            rows, width, columns = destinations[name], shape[1], slice(part.begin, part.end)
         elif part is not None:
-            begin += part.begin * row_bytes
-        for piece in pieces:
+            begin += part.begin * math.prod(shape[1:]) * dtype.itemsize
+        for piece in torch.split(rows, max(max_bytes // (width * dtype.itemsize), 1)):
             if piece.numel():
-                chunks.append(FileChunk(file, begin, dtype, piece, columns))
+                chunks.append(FileChunk(file, begin, dtype, width, columns, piece))
                 begin += chunks[-1].size
     return chunks
 
 
 def load_to_host(chunk: FileChunk, read: ReadInto) -> None:
     """Read a chunk in place, or through a buffer to convert the dtype or select columns."""
-    if chunk.dtype == chunk.destination.dtype and chunk.columns is None:
-        read(chunk.destination.view(torch.uint8))
+    if chunk.dtype == chunk.destination.dtype and chunk.width == 1:
+        read(chunk.destination.view(-1).view(torch.uint8))
         return
     memory = torch.empty(chunk.size, dtype=torch.uint8)
     read(memory)

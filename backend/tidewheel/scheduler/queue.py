@@ -17,38 +17,11 @@ MAX_LANES = 16  # tenants tried after the next one
 WINDOW = 64  # requests compared
 
 
-class SortedQueue:
-    """List sorted by unique key: for thousands of entries, one `memmove` is cheaper than a heap."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Rank, Request]] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in self._entries)
-
-    def __reversed__(self) -> Iterator[Request]:
-        return (request for _, request in reversed(self._entries))
-
-    def push(self, key: Rank, request: Request) -> None:
-        insort(self._entries, (key, request))
-
-    def remove(self, key: Rank, request: Request) -> None:
-        index = bisect_left(self._entries, (key,))
-        if index == len(self._entries) or self._entries[index][1] is not request:
-            raise InternalError(f"invariant broken: {request} does not wait where it should")
-        del self._entries[index]
-
-    def first_from(self, key: Rank) -> Request | None:
-        index = bisect_left(self._entries, (key,))
-        return self._entries[index][1] if index < len(self._entries) else None
-
-
 class TenantQueues(NamedTuple):
-    new: SortedQueue  # never started
-    returning: SortedQueue  # preempted, or the leader has started
+    """Requests of a tenant by rank."""
+
+    new: list[Request]  # never started
+    returning: list[Request]  # preempted, or the leader has started
 
 
 class WaitingSet:
@@ -59,7 +32,7 @@ class WaitingSet:
         self._counters = counters
         self._tenants = tenants
         self._lanes: dict[str, TenantQueues] = {}
-        self._ages = SortedQueue()  # new requests by class and arrival
+        self._ages: dict[Priority, list[Request]] = {priority: [] for priority in Priority}  # new ones, by arrival
         self._new_tokens = dict.fromkeys(Priority, 0)
         self._num_new: dict[str, int] = {}
         self._crowds: list[tuple[float, str]] = []  # (new requests / weight, tenant), ascending
@@ -84,15 +57,14 @@ class WaitingSet:
         """Lowest class of new requests: only higher classes displace. LOW + 1: any may."""
         if self._counters is not None:
             return Priority.LOW + 1
-        return next((request.service_class for request in reversed(self._ages)), 0)
+        return next((service_class for service_class in reversed(Priority) if self._ages[service_class]), 0)
 
     @property
     def oldest_arrival(self) -> float | None:
         return min((request.arrival_time for request in self.oldest_by_class() if request is not None), default=None)
 
     def oldest_by_class(self) -> list[Request | None]:
-        firsts = [(service_class, self._ages.first_from((service_class,))) for service_class in Priority]
-        return [first if first is not None and first.service_class is named else None for named, first in firsts]
+        return [requests[0] if requests else None for requests in self._ages.values()]
 
     def num_tokens_ahead(self, service_class: Priority) -> int:
         """Return the prompt tokens ahead of a request that arrives in the class; 0 if tenants take turns."""
@@ -106,7 +78,7 @@ class WaitingSet:
         request.rank = rank_of(self._policy, request)
         name = self._lane_of(request)
         if name not in self._lanes:
-            self._lanes[name] = TenantQueues(SortedQueue(), SortedQueue())
+            self._lanes[name] = TenantQueues([], [])
             if self._counters is not None:
                 self._counters.activate(name)
         self._insert(self._lanes[name], request)
@@ -144,7 +116,7 @@ class WaitingSet:
         """Yield requests in order of service. The set must not change meanwhile."""
         for lane in self._next_lanes(with_new=with_new):
             if with_new and lane.returning:
-                yield from heapq.merge(lane.returning, lane.new, key=lambda request: request.rank)
+                yield from heapq.merge(lane.returning, lane.new, key=_rank)
             else:
                 yield from lane.new if with_new else lane.returning
 
@@ -161,11 +133,11 @@ class WaitingSet:
         3. lower classes of the newcomer's tenant.
         """
         if self._counters is None:
-            yield from _lower(self._ages, service_class)
+            yield from self._lower(service_class)
             return
         weight, tenant, tenants = self._counters.weight, newcomer.tenant, self._tenants
         outranked = []
-        for victim in islice(_lower(self._ages, service_class), WINDOW):
+        for victim in islice(self._lower(service_class), WINDOW):
             if victim.tenant != tenant and limits_of(tenants, victim.tenant).max_priority > service_class:
                 outranked.append(victim)
                 yield victim
@@ -175,7 +147,8 @@ class WaitingSet:
         names = [name for _, name in self._crowds[-MAX_DISPLACED - 1 :] if name != tenant]
         crowds = sorted((counts.get(name, self._num_new[name]) / weight(name), name) for name in names)
         entries = {name: (one for one in reversed(self._lanes[name].new) if one not in outranked) for name in names}
-        lower = _lower(self._lanes[tenant].new, service_class) if tenant in self._lanes else iter(())
+        own_queue = self._lanes[tenant].new if tenant in self._lanes else []
+        lower = takewhile(lambda request: request.service_class > service_class, reversed(own_queue))
         own = self._num_new.get(tenant, 0) + count
         while True:
             if crowds and crowds[-1][0] > own / weight(tenant):
@@ -193,21 +166,21 @@ class WaitingSet:
                 own -= 1 + len(victim.followers)
             yield victim
 
+    def _lower(self, service_class: Priority) -> Iterator[Request]:
+        """Yield new requests of lower classes, lowest and newest first."""
+        return (one for lower in reversed(Priority) if lower > service_class for one in reversed(self._ages[lower]))
+
     def _insert(self, lane: TenantQueues, request: Request) -> None:
+        insort(lane.new if request.is_new else lane.returning, request, key=_rank)
         if request.is_new:
-            lane.new.push(request.rank, request)
-            self._ages.push(_age(request), request)
+            insort(self._ages[request.service_class], request, key=_age)
             self.count(request, 1 + len(request.followers))
-        else:
-            lane.returning.push(request.rank, request)
 
     def _take(self, lane: TenantQueues, request: Request) -> None:
+        _remove(lane.new if request.is_new else lane.returning, request, _rank)
         if request.is_new:
-            lane.new.remove(request.rank, request)
-            self._ages.remove(_age(request), request)
+            _remove(self._ages[request.service_class], request, _age)
             self.count(request, -1 - len(request.followers))
-        else:
-            lane.returning.remove(request.rank, request)
 
     def _lane_of(self, request: Request) -> str:
         return "" if self._counters is None else request.tenant
@@ -242,9 +215,16 @@ def next_in_line(
     return max((first, *takewhile(is_peer, islice(waiting, WINDOW - 1))), key=num_cached_tokens)
 
 
-def _lower(queue: SortedQueue, service_class: Priority) -> Iterator[Request]:
-    return takewhile(lambda request: request.service_class > service_class, reversed(queue))
+def _remove(queue: list[Request], request: Request, key: Callable[[Request], Rank]) -> None:
+    index = bisect_left(queue, key(request), key=key)
+    if index == len(queue) or queue[index] is not request:
+        raise InternalError(f"invariant broken: {request} does not wait where it should")
+    del queue[index]
+
+
+def _rank(request: Request) -> Rank:
+    return request.rank
 
 
 def _age(request: Request) -> Rank:
-    return (request.service_class, request.arrival_time, request.sequence)
+    return (request.arrival_time, request.sequence)

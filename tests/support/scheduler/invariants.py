@@ -92,10 +92,13 @@ def check_waiting_set(waiting: WaitingSet) -> None:
     for queue in (queue for lane in lanes for queue in lane):
         keys = [request.rank for request in queue]
         require(keys == sorted(keys), "a queue is out of order")
-    ages = [_age(request) for request in waiting._ages]
-    require(ages == sorted(ages), "new requests are out of order of age")
-    require(set(waiting._ages) == set(new), "new requests and their ages disagree")
+    by_age = [request for queue in waiting._ages.values() for request in queue]
+    require(len(by_age) == len(new) and set(by_age) == set(new), "new requests and their ages disagree")
     for service_class in Priority:
+        ages = [_age(request) for request in waiting._ages[service_class]]
+        require(ages == sorted(ages), "new requests are out of order of age")
+        is_right = all(request.service_class is service_class for request in waiting._ages[service_class])
+        require(is_right, "a new request is listed in another class")
         num_tokens = sum((1 + len(r.followers)) * r.num_tokens for r in new if r.service_class is service_class)
         require(waiting._new_tokens[service_class] == num_tokens, f"tokens of {service_class.name} are miscounted")
     require(waiting.num_new == sum(1 + len(r.followers) for r in new), "new requests are miscounted")

@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.fleet import arrival_forecast
-from tidewheel.fleet.arrival_forecast import BUCKET_S, ArrivalBuckets, ArrivalForecast
+from tidewheel.fleet import scaling_policies
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
-from tidewheel.fleet.scaling_policies import PredictiveScaling, ReactiveScaling
+from tidewheel.fleet.scaling_policies import (
+    BUCKET_S,
+    ArrivalBuckets,
+    ArrivalForecast,
+    PredictiveScaling,
+    ReactiveScaling,
+)
 from tidewheel.simulate.fleet_choice import bucket_counts
 
 BUCKETS = 288
@@ -133,11 +138,11 @@ def test_a_forecast_that_is_off_has_no_say(monkeypatch: pytest.MonkeyPatch) -> N
     counts = [count / 5 for count in day(9000)]
     predictive, trusting = (PredictiveScaling(SCALING, day(9000) * 3) for _ in range(2))
     for name in ("LEVEL_WEIGHT", "TREND_WEIGHT", "SEASON_WEIGHT"):
-        monkeypatch.setattr(arrival_forecast, name, 0.0)
+        monkeypatch.setattr(scaling_policies, name, 0.0)
     found, expected = run(predictive, counts), run(ReactiveScaling(SCALING), counts)
     assert not predictive.forecast.is_reliable
     assert found[12:] == expected[12:]
-    monkeypatch.setattr(arrival_forecast, "ERROR_LIMIT", 100.0)
+    monkeypatch.setattr(scaling_policies, "ERROR_LIMIT", 100.0)
     assert sum(run(trusting, counts)) > 2 * sum(expected)
 
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.fleet import prefix_index
-from tidewheel.fleet.prefix_index import PrefixIndex
+from tidewheel.fleet import routers
 from tidewheel.fleet.router import RoutedRequest, RouteRequest, chunk_hashes, load_bound
-from tidewheel.fleet.routers import PrefixAwareRouter
+from tidewheel.fleet.routers import PrefixAwareRouter, PrefixIndex
 from tidewheel.request import Priority
 
 CHUNK = 100
@@ -190,7 +189,7 @@ def test_a_request_that_never_started_cached_nothing() -> None:
 
 def depths_of(knowledge: PrefixIndex, chunks: Sequence[int], num_slots: int) -> list[int]:
     depths = knowledge.depths(chunks, num_slots)
-    return [0] * num_slots if depths is None else [depths.of_level[level] for level in depths.levels]
+    return [0] * num_slots if depths is None else depths.astype(int).tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 6)), max_size=60))
@@ -207,12 +206,12 @@ def test_depths_are_those_of_each_replica(touches: list[tuple[int, int, int]]) -
         chunks = [10 * family + depth for depth in range(7)]
         expected = [next((d for d, chunk in enumerate(chunks) if chunk not in own), len(chunks)) for own in sets]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefix_index, "_MAX_STAIRS", 10)
+            patch.setattr(routers, "_MAX_STAIRS", 10)
             assert depths_of(knowledge, chunks, 10) == expected
 
 
 def test_of_many_depths_the_largest_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "_MAX_STAIRS", 2)
+    monkeypatch.setattr(routers, "_MAX_STAIRS", 2)
     knowledge = PrefixIndex()
     for slot in range(4):
         knowledge.join(slot)

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tidewheel.fleet.prefix_index import PrefixIndex
 from tidewheel.fleet.router import RoutedRequest, RouteRequest, load_bound
-from tidewheel.fleet.routers import PrefixAwareRouter
+from tidewheel.fleet.routers import PrefixAwareRouter, PrefixIndex
 from tidewheel.request import Priority
 
 MAX_KNOWN, MAX_SESSIONS, CHUNK = 24, 5, 10

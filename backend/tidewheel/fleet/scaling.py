@@ -112,14 +112,6 @@ class ExponentialAverage:
             self.value += -math.expm1(-seconds / constant) * (value - self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class FleetWork:
-    tokens_per_s: float  # asked for
-    tokens_per_request: float  # 0: unknown
-    replica_tokens_per_s: float  # capacity; 0: unknown
-    is_firm: bool  # enough to ask for replicas
-
-
 class WorkMeter:
     """Estimates of the fleet's work and a replica's capacity, in tokens/s, from successive states.
 
@@ -134,34 +126,37 @@ class WorkMeter:
         self._slow_arrivals, self._slow_tokens = (ExponentialAverage(SLOW_S, SLOW_S) for _ in range(2))
         self._capacity = ExponentialAverage(RISE_S, FALL_S)
         self._num_full = 0
+        self.tokens_per_request = 0.0  # before the last state, so that more arrivals never mean less work; 0: unknown
 
-    def observe(self, state: FleetState) -> FleetWork:
-        """Return smoothed rates of work after a fleet's new state."""
+    @property
+    def tokens_per_s(self) -> float:
+        return max(self._tokens.value or 0.0, self.tokens_per_request * (self._arrivals.value or 0.0))
+
+    @property
+    def replica_tokens_per_s(self) -> float:
+        """Return the capacity of a replica; 0: unknown."""
+        return self._settings.replica_tokens_per_s or self._capacity.value or 0.0
+
+    @property
+    def is_firm(self) -> bool:
+        """Return whether the capacity is known well enough to ask for replicas."""
+        return self._settings.replica_tokens_per_s > 0 or self._num_full >= FIRM_REPORTS
+
+    def observe(self, state: FleetState) -> None:
         last, self._last = self._last, state
+        slow_arrivals, slow_tokens = self._slow_arrivals.value, self._slow_tokens.value
+        self.tokens_per_request = slow_tokens / slow_arrivals if slow_arrivals and slow_tokens else 0.0
         seconds = 0.0 if last is None else state.now - last.now
         if last is None or seconds == 0:
-            return self._work(self._tokens_per_request)
+            return
         arrivals = max(state.num_arrivals - last.num_arrivals, 0) / seconds
         tokens = sum(replica.tokens_per_s for replica in state.ready)
-        tokens_per_request = self._tokens_per_request  # from before, so that more arrivals never mean less work
         self._arrivals.add(arrivals, seconds)
         self._tokens.add(tokens, seconds)
-        if state.num_waiting == 0 or not tokens_per_request:
+        if state.num_waiting == 0 or not self.tokens_per_request:
             self._slow_arrivals.add(arrivals, seconds)
             self._slow_tokens.add(tokens, seconds)
         self._learn_capacity(last.ready, state.ready, seconds)
-        return self._work(tokens_per_request)
-
-    @property
-    def _tokens_per_request(self) -> float:
-        arrivals, tokens = self._slow_arrivals.value, self._slow_tokens.value
-        return tokens / arrivals if arrivals and tokens else 0.0
-
-    def _work(self, tokens_per_request: float) -> FleetWork:
-        asked = max(self._tokens.value or 0.0, tokens_per_request * (self._arrivals.value or 0.0))
-        known = self._settings.replica_tokens_per_s
-        is_firm = known > 0 or self._num_full >= FIRM_REPORTS
-        return FleetWork(asked, tokens_per_request, known or self._capacity.value or 0.0, is_firm)
 
     def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
         were_full = {replica.name for replica in before if is_full(self._settings, replica)}

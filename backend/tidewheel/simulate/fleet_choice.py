@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.arrival_forecast import BUCKET_S, NUM_BUCKETS
 from tidewheel.fleet.routers import ROUTERS
 from tidewheel.fleet.scaling import ScalingPolicy, ScalingSettings
-from tidewheel.fleet.scaling_policies import PredictiveScaling
+from tidewheel.fleet.scaling_policies import BUCKET_S, NUM_BUCKETS, PredictiveScaling
 from tidewheel.simulate.compared_policies import POLICIES
 
 

@@ -27,7 +27,7 @@ from support.models.tiny_models import MARGIN
 from support.triton.client_tensors import Array, make_inputs
 from support.triton.serving import Server, grpc_stream, sse_events, start_server, stop_without_tensors, wait_ready
 from tidewheel.audio_file import SAMPLING_RATE, read_audio
-from tidewheel.frontend.audio_windows import cut
+from tidewheel.frontend.speech import cut
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidewheel.frontend.response_interval import SHARE, ResponseInterval
+from tidewheel.frontend.threads import SHARE, ResponseInterval
 from tidewheel.processor_use import ProcessorUse
 
 QUIET = ProcessorUse(used=1.4, idle=0.6)

@@ -17,12 +17,10 @@ from support.triton.serving import wait_for
 from tidewheel.audio_file import SAMPLING_RATE
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import Busy, Cancelled, DeadlineExceeded, WaitingSetFull
-from tidewheel.frontend import speech_answer
-from tidewheel.frontend.audio_windows import HOP, cut
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.request_parameters import GenerateRequest
-from tidewheel.frontend.speech_answer import AT_ONCE
+from tidewheel.frontend.speech import AT_ONCE, HOP, MAX_LONG_AUDIOS, _room, cut
 from tidewheel.one_shot.signature import Array
 
 END, START, ENGLISH, GERMAN, TRANSCRIBE = 2, 5, 6, 7, 8
@@ -114,7 +112,7 @@ def harness(tmp_path: Path) -> Iterator[SpeechHarness]:
     yield harness
     harness.close()
     check_all_over({id(sink): sink.num_ends for sink in harness._sinks}, 0)
-    assert speech_answer._room._value == speech_answer.MAX_LONG_AUDIOS  # type: ignore[attr-defined]
+    assert _room._value == MAX_LONG_AUDIOS  # type: ignore[attr-defined]
 
 
 ENGLISH_TEXT = {"language": "en"}
@@ -246,10 +244,10 @@ def test_without_any_room_the_request_is_refused(harness: SpeechHarness) -> None
 def test_long_audio_in_memory_is_limited(harness: SpeechHarness) -> None:
     first = harness.ask(SENTENCES, parameters=ENGLISH_TEXT)
     harness.added(AT_ONCE)
-    taken = [speech_answer._room.acquire(blocking=False) for _ in range(speech_answer.MAX_LONG_AUDIOS)]
+    taken = [_room.acquire(blocking=False) for _ in range(MAX_LONG_AUDIOS)]
     sink = harness.ask(SENTENCES, parameters=ENGLISH_TEXT)
     sink.wait_end()
-    speech_answer._room.release(sum(taken))
+    _room.release(sum(taken))
     assert isinstance(sink.error, Busy) and not first.num_ends
 
 

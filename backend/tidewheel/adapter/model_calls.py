@@ -13,7 +13,7 @@ from tidewheel.audio_file import SAMPLING_RATE
 from tidewheel.batch import Float32Array
 from tidewheel.config import EngineConfig
 from tidewheel.errors import Busy, ModelFailed, TidewheelError
-from tidewheel.frontend.audio_windows import HOP
+from tidewheel.frontend.speech import HOP
 from tidewheel.one_shot.adapters import load_adapter
 from tidewheel.one_shot.runner import not_finite
 from tidewheel.one_shot.signature import Arrays, dtype_name

@@ -10,14 +10,13 @@ import triton_python_backend_utils as pb_utils
 
 import tidewheel
 from tidewheel.adapter.follower import Follower
-from tidewheel.adapter.logs import route_logging
 from tidewheel.adapter.model_calls import CalledModel, ModelCall
 from tidewheel.adapter.one_shot import complete_entry, read_tensors
 from tidewheel.adapter.repository_entry import load_settings
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.stub_process import Presence, close_inherited_connections, is_stub
 from tidewheel.adapter.tensors import complete, read_request
-from tidewheel.confidential import protect_texts
+from tidewheel.confidential import TracebackFormatter, protect_texts
 from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.launcher import choose_engine
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
@@ -28,6 +27,22 @@ from tidewheel.private_dir import close_shared_memory
 log = logging.getLogger(__name__)
 
 _NOT_SUBMITTED = "the request could not be submitted; the server's log says why"
+
+
+class TritonHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        triton = pb_utils.Logger
+        severe = triton.log_error if record.levelno >= logging.ERROR else triton.log_warn
+        (severe if record.levelno >= logging.WARNING else triton.log_info)(self.format(record))
+
+
+def route_logging() -> None:
+    """Pass the package's log on to Triton's."""
+    logger, handler = logging.getLogger("tidewheel"), TritonHandler()
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    handler.setFormatter(TracebackFormatter())
+    logger.handlers = [handler]
 
 
 class TritonPythonModel:

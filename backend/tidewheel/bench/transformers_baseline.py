@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidewheel.adapter.logs import route_logging
 from tidewheel.adapter.responder import error_response
 from tidewheel.adapter.stub_process import Presence
 from tidewheel.adapter.tensors import scalar
+from tidewheel.adapter.triton_model import route_logging
 from tidewheel.bench.batch_generator import Generator, Row, RowOutput
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError

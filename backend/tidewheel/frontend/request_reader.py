@@ -12,7 +12,6 @@ from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.audio_windows import Activity, cut, loudness
 from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -27,8 +26,7 @@ from tidewheel.frontend.prompt_workers import (
 )
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
 from tidewheel.frontend.settings import FrontendSettings
-from tidewheel.frontend.speech import SpeechRules
-from tidewheel.frontend.speech_answer import SpeechAnswer
+from tidewheel.frontend.speech import Activity, SpeechAnswer, SpeechRules, cut, loudness
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors

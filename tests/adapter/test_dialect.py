@@ -76,7 +76,7 @@ def test_unsigned_integers_of_older_ensembles_are_kept() -> None:
     ("tensor", "words"),
     [
         ({"name": "max_tokens", "data_type": "TYPE_INT64", "dims": [1]}, ["TYPE_INT64", "TYPE_INT32 or TYPE_UINT32"]),
-        ({"name": "input_ids", "data_type": "TYPE_UINT32", "dims": [-1]}, ["TYPE_UINT32", "be TYPE_INT32"]),
+        ({"name": "input_ids", "data_type": "TYPE_FP32", "dims": [-1]}, ["TYPE_FP32", "has TYPE_INT32"]),
     ],
 )
 def test_other_types_are_refused(tensor: dict[str, Any], words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -26,12 +27,12 @@ from tidewheel.frontend.chat import Conversation
 from tidewheel.frontend.prompt_workers import (
     DecodeJob,
     EncodeJob,
+    FolderTrial,
     GrammarTrial,
     Job,
     JobRunner,
     PromptWorkers,
     RenderJob,
-    TokenizeJob,
     TokenizerFolder,
 )
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -92,9 +93,6 @@ def test_special_tokens_in_messages(workers: PromptWorkers, folder: TokenizerFol
     ids = workers.encode(prompt.text, add_special_tokens=False, plain=prompt.plain).tolist()
     assert (end in ids) == (not escapes)
     assert workers.run(DecodeJob(np.array(ids, "<i4").tobytes())).text == prompt.text
-    prompt_job = EncodeJob(prompt.text, False, prompt.plain)
-    answer = workers.run(TokenizeJob(prompt_job, max_model_len=9, with_strings=False))
-    assert json.loads(answer.text)["tokens"] == ids
 
 
 def test_no_request_waits_for_the_start_of_a_process(folder: TokenizerFolder) -> None:
@@ -194,10 +192,8 @@ def chain(count: int) -> Grammar:
 
 def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
     runner = JobRunner(TokenizerFolder(tmp_path, write_model_folder(tmp_path), 4096))
-    stages = runner.try_out()
-    assert next(stages) == "its vocabulary"
     assert runner._compiler._tokens is None
-    assert next(stages) == "its tokenizer"
+    runner.run(FolderTrial("vocabulary"))
     assert isinstance(runner._compiler._tokens, LLTokenizer)
 
 
@@ -205,11 +201,10 @@ def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
     ("job", "prepared"),
     [
         (EncodeJob("a </s> b", add_special_tokens=False, plain=[(2, 6)]), (False, True)),
-        (TokenizeJob(EncodeJob("a </s> b", False, [(2, 6)]), 9, with_strings=False), (False, True)),
         (EncodeJob("a </s> b", add_special_tokens=False), (False, False)),
         (GrammarTrial(Grammar.regex("a")), (True, False)),
     ],
-    ids=["encode", "tokenize", "nothing to prepare", "grammar"],
+    ids=["encode", "nothing to prepare", "grammar"],
 )
 def test_the_limit_of_a_job_begins_after_what_jobs_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, prepared: tuple[bool, bool]
@@ -220,16 +215,20 @@ def test_the_limit_of_a_job_begins_after_what_jobs_share(
     def limit_cpu(seconds: float) -> None:
         at_limits.append((seconds, runner._compiler._tokens is not None, "renamed" in vars(runner._controls)))
 
+    def serve() -> None:
+        with contextlib.suppress(EOFError):
+            prompt_workers._serve(theirs, runner, folder)
+
     monkeypatch.setattr(prompt_workers, "_limit_cpu", limit_cpu)
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         ours.send_bytes(msgspec.msgpack.encode(job))
-        thread = threading.Thread(target=prompt_workers._serve, args=(theirs, runner, folder))
+        thread = threading.Thread(target=serve)
         thread.start()
         ours.recv_bytes()
         ours.close()
         thread.join()
-    assert at_limits == [(folder.limit_of(job), *prepared), (0.0, *prepared)]
+    assert at_limits[1:] == [(folder.limit_of(job), *prepared), (0.0, *prepared)]
 
 
 def test_grammars_are_tried(workers: PromptWorkers) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from tidewheel.adapter.repository_entry import read_entry, real_entry, resolve_settings, versions
-from tidewheel.adapter.tensors import DeclaredSpec, add_missing, request_parameters, traceparent
+from tidewheel.adapter.tensors import (
+    DeclaredSpec,
+    DeclaredSpecs,
+    add_missing,
+    refused_tensors,
+    request_parameters,
+    traceparent,
+)
 from tidewheel.config import EngineConfig
 from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, PromptTooLarge
@@ -88,25 +95,10 @@ def contradictions(entry: Mapping[str, Any], signature: Signature) -> Iterator[t
     size, specs = int(entry.get("max_batch_size", 0)), (*signature.inputs, *signature.outputs)
     if size and any(spec.batch_axis != 0 or len(spec.dims) < 2 for spec in specs):
         yield "max_batch_size", f"max_batch_size is {size}, and not all tensors begin with a batch: leave it out"
-    for kind, known in _declared(entry, signature).items():
-        by_name = {spec.name: spec for spec in known}
-        for tensor in entry[kind]:
-            name = tensor["name"]
-            if message := _refusal(tensor, by_name):
-                yield f"{kind}.{name}", f"{kind} {name!r} of config.pbtxt {message}"
+    yield from refused_tensors(entry, _declared(entry, signature))
 
 
-def _refusal(tensor: Mapping[str, Any], known: Mapping[str, DeclaredSpec]) -> str:
-    spec, dims = known.get(tensor["name"]), tensor["dims"]
-    if spec is None:
-        return f"is not in the model, which has {', '.join(known)}: leave it out"
-    is_right = all(one == other or -1 in (one, other) for one, other in zip(dims, spec.dims, strict=False))
-    if tensor["data_type"] == spec.data_type and len(dims) == len(spec.dims) and is_right:
-        return ""
-    return f"is {tensor['data_type']} {list(dims)}: the model has {spec.data_type} {list(spec.dims)}"
-
-
-def _declared(entry: Mapping[str, Any], signature: Signature) -> dict[str, list[DeclaredSpec]]:
+def _declared(entry: Mapping[str, Any], signature: Signature) -> DeclaredSpecs:
     """Return the tensors as an entry declares them: without the batch dimension if `max_batch_size` stands for it."""
     first = int(int(entry.get("max_batch_size", 0)) > 0)
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
@@ -21,6 +21,8 @@ _TRACE_HEADERS = ("traceparent", "tracestate")  # that Triton or the gateway sen
 _MAX_TRACEPARENT_CHARS = 128
 Number = TypeVar("Number", bound=np.generic)
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
+_MOST_SHOWN = 16  # tensors in a message
+_OLDER_TYPES = {"TYPE_INT32": ("TYPE_UINT32",)}  # of inputs: clients of older ensembles send integers so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,10 @@ class DeclaredSpec(NamedTuple):
     name: str
     data_type: str  # as in `config.pbtxt`
     dims: tuple[int, ...] = (1,)
+    other_types: tuple[str, ...] = ()  # that an entry may declare
+
+
+DeclaredSpecs = Mapping[str, Sequence[DeclaredSpec]]  # by "input" and "output"
 
 
 def _specs(data_type: str, names: str, dims: tuple[int, ...] = (1,)) -> tuple[DeclaredSpec, ...]:
@@ -82,14 +88,17 @@ SAMPLING_INPUTS = (
     *_specs("TYPE_STRING", "image", (-1,)),
 )
 _SAMPLING_DIMS = {spec.name: spec.dims for spec in SAMPLING_INPUTS}
-INPUTS = (
-    *_specs("TYPE_STRING", "text_input messages sampling_parameters task"),
-    *_specs("TYPE_INT32", "input_ids", (-1,)),
-    *_specs("TYPE_FP32", "audio", (-1,)),
-    *_specs("TYPE_STRING", "audio_file"),
-    *_specs("TYPE_BOOL", "stream exclude_input_in_output accumulate_tokens"),
-    *_specs("TYPE_BOOL", " ".join(RETURN_FLAGS)),
-    *SAMPLING_INPUTS,
+INPUTS = tuple(
+    spec._replace(other_types=_OLDER_TYPES.get(spec.data_type, ()))
+    for spec in (
+        *_specs("TYPE_STRING", "text_input messages sampling_parameters task"),
+        *_specs("TYPE_INT32", "input_ids", (-1,)),
+        *_specs("TYPE_FP32", "audio", (-1,)),
+        *_specs("TYPE_STRING", "audio_file"),
+        *_specs("TYPE_BOOL", "stream exclude_input_in_output accumulate_tokens"),
+        *_specs("TYPE_BOOL", " ".join(RETURN_FLAGS)),
+        *SAMPLING_INPUTS,
+    )
 )
 _COUNTS = "num_input_tokens num_output_tokens"
 _COMMON_OUTPUTS = (
@@ -109,24 +118,17 @@ TRTLLM_OUTPUTS = (
 )
 
 
-# Clients of older ensembles send integers as UINT32.
-_OLDER_TYPES = {"TYPE_INT32": "TYPE_UINT32"}
-
-
 def complete(config: Any) -> Any:
     """Add missing tensors to a `pb_utils.ModelConfig`. Raise `ConfigError` for contradictory fields."""
     entry = config.as_dict()
     for _, message in contradictions(entry):
         raise ConfigError(message)
-    is_trtllm = _is_trtllm(entry)
-    size = int(entry.get("max_batch_size", 0))
-    config.set_max_batch_size(size or int(is_trtllm))  # with a batch dimension, above 0
-    return add_missing(config, _known(is_trtllm=is_trtllm), optional={"optional": True}, decoupled=True)
+    # With a batch dimension, above 0.
+    config.set_max_batch_size(int(entry.get("max_batch_size", 0)) or int(_is_trtllm(entry)))
+    return add_missing(config, _known(entry), optional={"optional": True}, decoupled=True)
 
 
-def add_missing(
-    config: Any, specs: Mapping[str, Iterable[DeclaredSpec]], *, optional: Mapping[str, bool], decoupled: bool
-) -> Any:
+def add_missing(config: Any, specs: DeclaredSpecs, *, optional: Mapping[str, bool], decoupled: bool) -> Any:
     """Add the specs of undeclared inputs (with the fields `optional`) and outputs, and a transaction policy."""
     entry = config.as_dict()
     for kind, add, others in (("input", config.add_input, optional), ("output", config.add_output, {})):
@@ -141,40 +143,44 @@ def add_missing(
 
 def contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (path, message) of each field with which the model does not load."""
-    is_trtllm, size = _is_trtllm(entry), int(entry.get("max_batch_size", 0))
-    if size > 0 and not is_trtllm:
+    size = int(entry.get("max_batch_size", 0))
+    if size > 0 and not _is_trtllm(entry):
         yield (
             "max_batch_size",
             f"max_batch_size is {size}: leave it out; the engine batches all requests by itself. "
             "For clients that send a batch dimension, set io_dialect to trtllm",
         )
-    for kind, specs in _known(is_trtllm=is_trtllm).items():
-        known = {spec.name: spec for spec in specs}
+    yield from refused_tensors(entry, _known(entry))
+
+
+def refused_tensors(entry: Mapping[str, Any], specs: DeclaredSpecs) -> Iterator[tuple[str, str]]:
+    """Yield (path, message) of each tensor of an entry that the model does not have in this form."""
+    for kind, known in specs.items():
+        by_name = {spec.name: spec for spec in known}
         for tensor in entry[kind]:
-            spec = known.pop(tensor["name"], None)
-            has_older_type = is_trtllm and kind == "input" and spec is not None and spec.dims == (1,)
-            if message := _refusal(kind, tensor, spec, _OLDER_TYPES if has_older_type else {}):
-                yield f"{kind}.{tensor['name']}", message
+            name = tensor["name"]
+            if message := _refusal(tensor, by_name):
+                yield f"{kind}.{name}", f"{kind} {name!r} of config.pbtxt {message}"
 
 
 def _is_trtllm(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("parameters", {}).get("io_dialect", {}).get("string_value") == "trtllm")
 
 
-def _known(*, is_trtllm: bool) -> dict[str, tuple[DeclaredSpec, ...]]:
-    return {"input": INPUTS, "output": TRTLLM_OUTPUTS if is_trtllm else OUTPUTS}
+def _known(entry: Mapping[str, Any]) -> DeclaredSpecs:
+    return {"input": INPUTS, "output": TRTLLM_OUTPUTS if _is_trtllm(entry) else OUTPUTS}
 
 
-def _refusal(kind: str, tensor: Mapping[str, Any], spec: DeclaredSpec | None, other_types: Mapping[str, str]) -> str:
+def _refusal(tensor: Mapping[str, Any], known: Mapping[str, DeclaredSpec]) -> str:
+    spec, dims = known.get(tensor["name"]), list(tensor["dims"])
     if spec is None:
-        return f"{kind} {tensor['name']!r} of config.pbtxt is unknown to this backend: leave it out"
-    given, dims = tensor["data_type"], list(tensor["dims"])
-    types = [spec.data_type, *filter(None, [other_types.get(spec.data_type)])]
-    if given not in types:
-        return f"{kind} {spec.name!r} has data_type {given}: it must be {' or '.join(types)}"
-    if dims not in ([1], [-1], list(spec.dims)):
-        return f"{kind} {spec.name!r} has dims {dims}: they must be {list(spec.dims)}"
-    return ""
+        names = f", which has {', '.join(known)}" if len(known) <= _MOST_SHOWN else ""
+        return f"is not in the model{names}: leave it out"
+    is_right = all(one == other or -1 in (one, other) for one, other in zip(dims, spec.dims, strict=False))
+    types = (spec.data_type, *spec.other_types)
+    if tensor["data_type"] in types and len(dims) == len(spec.dims) and is_right:
+        return ""
+    return f"is {tensor['data_type']} {dims}: the model has {' or '.join(types)} {list(spec.dims)}"
 
 
 def read_request(

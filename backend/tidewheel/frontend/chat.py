@@ -213,35 +213,20 @@ class ChatTemplate:
         return None if source is None else cls(source, named_tokens)
 
     def render(self, conversation: Conversation) -> str:
-        """Return the prompt. Raise `InvalidRequest`."""
+        """Return the prompt. Raise `InvalidRequest`, or `MemoryError` beyond the process's limit."""
         try:
-            return self._render(conversation)
+            return self._template.render(
+                **conversation.options,
+                **self._named_tokens,
+                messages=conversation.messages,
+                tools=conversation.tools,
+                add_generation_prompt=conversation.add_generation_prompt,
+                documents=None,
+            )
         except MemoryError:
-            raise InvalidRequest("messages need too much memory in the model's chat template") from None
+            raise
         except Exception as error:  # templates may raise anything
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
-
-    def try_out(self, conversation: Conversation) -> None:
-        """Raise `ConfigError` if a conversation needs too much memory."""
-        try:
-            self._render(conversation)
-        except MemoryError:
-            raise ConfigError(
-                f"the chat template needs too much memory for {len(conversation.messages)} messages: "
-                "use one that you trust"
-            ) from None
-        except Exception:  # a refusal
-            return
-
-    def _render(self, conversation: Conversation) -> str:
-        return self._template.render(
-            **conversation.options,
-            **self._named_tokens,
-            messages=conversation.messages,
-            tools=conversation.tools,
-            add_generation_prompt=conversation.add_generation_prompt,
-            documents=None,
-        )
 
 
 def _find(folder: Path) -> str | None:

@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,6 +49,7 @@ _CPU_STEP = 512 << 10  # bytes
 # Exponential patterns overrun the limit with short runs, quadratic ones with long runs.
 _RUNS = ("a", "A", "0", " ", "\n", ".", "-", "_", "é", "日", "🎉", "a ", "a1", "\n ")
 _RUN_LENGTHS = (60, 5_000)
+_PARTS = ("files", "vocabulary", "tokenizer", "chat template")  # tried one after another; files as the process starts
 _CONVERSATIONS = (["user"], ["system", "user"], ["system", *["user", "assistant"] * 20, "user"])
 _CONTENTS = ("Hello", "", "{{ 1 }} <|im_end|> </s>\n\x00", "word " * 10_000)
 
@@ -68,14 +68,6 @@ class EncodeJob(_Message, frozen=True):
     plain: Spans = ()  # make no special token
 
 
-class TokenizeJob(_Message, frozen=True):
-    """Job of vLLM's call `tokenize`. The answer's text is the call's JSON."""
-
-    prompt: EncodeJob
-    max_model_len: int
-    with_strings: bool
-
-
 class DecodeJob(_Message, frozen=True):
     token_ids: bytes  # little-endian int32
 
@@ -84,11 +76,15 @@ class GrammarTrial(_Message, frozen=True):
     grammar: Grammar
 
 
-Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial
+class FolderTrial(_Message, frozen=True):
+    part: str  # one of `_PARTS`
+
+
+Job = RenderJob | EncodeJob | DecodeJob | GrammarTrial | FolderTrial
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    text: str = ""  # while the process starts: its work
+    text: str = ""
     plain: Spans = ()  # must make no special token
     token_ids: bytes = b""  # little-endian int32
     error: ErrorInfo | None = None
@@ -102,13 +98,13 @@ class TokenizerFolder(NamedTuple):
     vocab_size: int
     max_prompt_bytes: int
     memory_mb: int = 3072
-    trial_s: float = 20.0
+    trial_s: float = 20.0  # of each part
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of the job
     grammar_s: float = 1.0
 
     def limit_of(self, job: Job) -> float:
-        if isinstance(job, GrammarTrial):
-            return self.grammar_s
+        if isinstance(job, GrammarTrial | FolderTrial):
+            return self.grammar_s if isinstance(job, GrammarTrial) else self.trial_s
         return self.job_s * (1 + len(msgspec.msgpack.encode(job)) / _CPU_STEP)
 
 
@@ -120,7 +116,7 @@ class PromptWorkers:
         self._is_closed = False
         self._lock = threading.Lock()
         self._count = count
-        self._workers = {0: _Worker(folder, is_trial=True)}
+        self._workers = {0: _Worker(folder)}
         # A lone job goes to the first process, which has read the grammars' vocabulary.
         self._idle: LifoQueue[int] = LifoQueue()
         for index in reversed(range(count)):
@@ -128,7 +124,17 @@ class PromptWorkers:
 
     def wait_tried(self) -> None:
         """Start all processes. Raise `ConfigError` if tokenizer or template exceeds the limits."""
-        self._worker(0).wait_started()
+        worker, path = self._worker(0), self._folder.path
+        for part in _PARTS:
+            answer = worker.ask(FolderTrial(part))
+            if answer is None:
+                limits = f"{self._folder.trial_s:.0f} s of CPU time and {self._folder.memory_mb} MiB of memory"
+                raise ConfigError(
+                    f"{path}: its {part} could not be tried within {limits} ({describe_exit(worker.end())}): "
+                    "use files that you trust"
+                )
+            if answer.error is not None:
+                raise ConfigError(answer.error.message)
         for index in range(1, self._count):
             self._worker(index)
 
@@ -149,8 +155,6 @@ class PromptWorkers:
                     raise answer.error.to_error()
                 else:
                     return answer
-        except ConfigError as error:  # files that have changed
-            raise InternalError(str(error)) from None
         finally:
             self._idle.put(index)
         raise InternalError("the process that makes token ids ended twice: the server's log may say why")
@@ -167,7 +171,7 @@ class PromptWorkers:
             if self._is_closed:
                 raise Draining("the server is shutting down")
             if index not in self._workers:
-                self._workers[index] = _Worker(self._folder, is_trial=False)
+                self._workers[index] = _Worker(self._folder)
             return self._workers[index]
 
     def _discard(self, index: int, job: Job) -> None:
@@ -188,47 +192,23 @@ class PromptWorkers:
 
 
 class _Worker:
-    def __init__(self, folder: TokenizerFolder, *, is_trial: bool) -> None:
+    def __init__(self, folder: TokenizerFolder) -> None:
         command = [python_executable(), "-P", "-m", __name__, *map(str, folder)]
-        self._folder = folder
-        self._is_started = False
-        command += ["--trial"] if is_trial else []
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._child = Child(command, stdin=theirs.fileno(), env=python_environment() | _ENVIRONMENT)
 
-    def wait_started(self) -> None:
-        work = "its files"
-        while not self._is_started:
-            answer = self._read()
-            if answer is None:
-                limits = f"{self._folder.trial_s:.0f} s of CPU time and {self._folder.memory_mb} MiB of memory"
-                raise ConfigError(
-                    f"{self._folder.path}: {work} could not be tried within {limits} ({describe_exit(self.end())}): "
-                    "use files that you trust"
-                )
-            if answer.error is not None:
-                raise ConfigError(answer.error.message)
-            work, self._is_started = answer.text, not answer.text
-
     def ask(self, job: Job) -> Answer | None:
         """Return the answer; None if the process has ended."""
-        self.wait_started()
-        try:
+        with contextlib.suppress(OSError, EOFError):
             self._connection.send_bytes(msgspec.msgpack.encode(job))
-        except OSError:
-            return None
-        return self._read()
+            return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Answer)
+        return None
 
     def end(self) -> int:
         """End the process and return its exit code. Thread-safe."""
         self._child.kill()
         return self._child.returncode or 0
-
-    def _read(self) -> Answer | None:
-        with contextlib.suppress(OSError, EOFError):
-            return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Answer)
-        return None
 
 
 class JobRunner:
@@ -248,8 +228,6 @@ class JobRunner:
                 return self._render(conversation)
             case EncodeJob():
                 return Answer(token_ids=self._encode(job).astype("<i4").tobytes())
-            case TokenizeJob():
-                return Answer(self._tokenize(job))
             case DecodeJob(token_ids):
                 ids = np.frombuffer(token_ids, dtype="<i4").tolist()
                 return Answer(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -257,6 +235,9 @@ class JobRunner:
                 source = to_source(grammar)
                 self._compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
                 return Answer(source)
+            case FolderTrial(part):
+                self._try_out(part)
+                return Answer()
 
     @cached_property
     def _tool_grammars(self) -> ToolGrammars:
@@ -272,24 +253,29 @@ class JobRunner:
                 _ = self._tool_grammars
             case GrammarTrial():
                 self._compiler.prepare()
-            case EncodeJob(plain=plain) | TokenizeJob(EncodeJob(plain=plain)) if plain:
+            case EncodeJob(plain=plain) if plain:
                 _ = self._controls.renamed
 
-    def try_out(self) -> Iterator[str]:
-        """Encode and render odd inputs. Yield the name of each part before its trial. Raise `ConfigError`."""
-        yield "its vocabulary"
-        self._compiler.prepare()
-        yield "its tokenizer"
-        for run, length in itertools.product(_RUNS, _RUN_LENGTHS):
-            try:
-                self.tokenizer.encode(run * length + "!\x00")
-            except InvalidRequest as error:
-                raise ConfigError(f"{error.message} ({length} times {run!r}): use another tokenizer") from None
-        if self.template is None:
-            return
-        yield "its chat template"
-        for roles, content in itertools.product(_CONVERSATIONS, _CONTENTS):
-            self.template.try_out(Conversation([{"role": role, "content": content} for role in roles]))
+    def _try_out(self, part: str) -> None:
+        """Encode or render odd inputs. Raise `ConfigError`."""
+        try:
+            if part == "vocabulary":
+                self._compiler.prepare()
+            elif part == "tokenizer":
+                for run, length in itertools.product(_RUNS, _RUN_LENGTHS):
+                    self._try_run(run, length)
+            elif part == "chat template" and self.template is not None:
+                for roles, content in itertools.product(_CONVERSATIONS, _CONTENTS):
+                    with contextlib.suppress(InvalidRequest):  # a refusal
+                        self.template.render(Conversation([{"role": role, "content": content} for role in roles]))
+        except MemoryError:
+            raise ConfigError(f"the {part} needs too much memory: use one that you trust") from None
+
+    def _try_run(self, run: str, length: int) -> None:
+        try:
+            self.tokenizer.encode(run * length + "!\x00")
+        except InvalidRequest as error:
+            raise ConfigError(f"{error.message} ({length} times {run!r}): use another tokenizer") from None
 
     def _render(self, conversation: Conversation) -> Answer:
         if self.template is None:
@@ -308,52 +294,38 @@ class JobRunner:
             return self._controls.encode(job.text, job.plain, add_special_tokens=job.add_special_tokens)
         return self.tokenizer.encode(job.text, add_special_tokens=job.add_special_tokens)
 
-    def _tokenize(self, job: TokenizeJob) -> str:
-        ids = self._encode(job.prompt).tolist()
-        strings = [self.tokenizer.token_string(token_id) for token_id in ids] if job.with_strings else None
-        answer = {"count": len(ids), "max_model_len": job.max_model_len, "tokens": ids, "token_strs": strings}
-        return msgspec.json.encode(answer).decode()
-
 
 def main() -> None:
-    path, vocab_size, max_prompt_bytes, memory_mb, trial_s, job_s, grammar_s, *trial = sys.argv[1:]
-    sizes, limits = map(int, (vocab_size, max_prompt_bytes, memory_mb)), map(float, (trial_s, job_s, grammar_s))
-    folder = TokenizerFolder(Path(path), *sizes, *limits)
+    path, vocab_size, max_prompt_bytes, memory_mb, *limits = sys.argv[1:]
+    sizes = map(int, (vocab_size, max_prompt_bytes, memory_mb))
+    folder = TokenizerFolder(Path(path), *sizes, *map(float, limits))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end's end ends this process
     resource.setrlimit(resource.RLIMIT_AS, (folder.memory_mb << 20, folder.memory_mb << 20))
     protect_texts()
-    with Connection(0) as connection:
+    _limit_cpu(folder.trial_s)
+    with Connection(0) as connection, contextlib.suppress(EOFError):  # the front end has ended
         try:
-            runner = _start(connection, folder, is_trial=bool(trial))
+            runner = JobRunner(folder)
         except ConfigError as error:
-            _send(connection, Answer(error=ErrorInfo("", str(error))))
+            connection.recv_bytes()
+            _send(connection, Answer(error=ErrorInfo(InternalError.tag, str(error))))
         else:
             _serve(connection, runner, folder)
 
 
-def _start(connection: Connection, folder: TokenizerFolder, *, is_trial: bool) -> JobRunner:
-    _limit_cpu(folder.trial_s)
-    runner = JobRunner(folder)
-    for work in runner.try_out() if is_trial else ():
-        _send(connection, Answer(work))
-    _limit_cpu(0.0)
-    _send(connection, Answer())
-    return runner
-
-
 def _serve(connection: Connection, runner: JobRunner, folder: TokenizerFolder) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
+    _limit_cpu(0.0)
     while True:
-        try:
-            job = decoder.decode(connection.recv_bytes())
-        except EOFError:  # the front end has ended
-            return
+        job = decoder.decode(connection.recv_bytes())
         try:
             runner.prepare(job)
             _limit_cpu(folder.limit_of(job))
             answer = runner.run(job)
         except TidewheelError as error:
             answer = Answer(error=ErrorInfo.of(error))
+        except ConfigError as error:
+            answer = Answer(error=ErrorInfo(InternalError.tag, str(error)))
         except MemoryError:
             message = "the prompt or grammar needs too much memory: shorten it"
             answer = Answer(error=ErrorInfo(InvalidRequest.tag, message))

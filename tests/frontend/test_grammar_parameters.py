@@ -37,21 +37,12 @@ def wrapped(**members: object) -> dict[str, object]:
         ({"guided_regex": "a+"}, Grammar.regex("a+")),
         ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
         ({"guided_choice": '["a", "b"]'}, Grammar.choice(["a", "b"])),
-        ({"guided_grammar": RULES, "guided_decoding_backend": "guidance"}, Grammar.ebnf(RULES)),
+        ({"guided_grammar": RULES, "guided_decoding_backend": "outlines"}, Grammar.ebnf(RULES)),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar.json_schema(TEXT)),
         ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar.json_object()),
         ({"structured_outputs": '{"choice": ["a"], "disable_fallback": true}'}, Grammar.choice(["a"])),
         ({"guided_decoding": {"grammar": RULES, "backend": "auto"}}, Grammar.ebnf(RULES)),
-        (
-            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-            Grammar.json_schema(
-                {"type": "object", "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
-            ),
-        ),
-        (
-            {"guided_json": TEXT, "guided_whitespace_pattern": " ?"},
-            Grammar.json_schema({**SCHEMA, "x-guidance": {"whitespace_pattern": " ?"}}),
-        ),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": False}}, Grammar.json_object()),
         ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
@@ -88,11 +79,6 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ({"guided_json": {"x-guidance": {"item_separator": ";"}}}, Unsupported, "guided_json: x-guidance is set"),
         ({"guided_json": '{"items": {"x-guidance": {}}}'}, Unsupported, "guided_json: x-guidance is set"),
         (
-            {"structured_outputs": {"json": {"x-guidance": {}}, "disable_any_whitespace": True}},
-            Unsupported,
-            "structured_outputs.json: x-guidance is set",
-        ),
-        (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x-guidance": {}}}}},
             Unsupported,
             "response_format.json_schema.schema: x-guidance is set",
@@ -105,19 +91,13 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ({"guided_choice": ""}, InvalidRequest, "guided_choice is not JSON"),
         ({"structured_outputs": {"choice": []}}, InvalidRequest, "structured_outputs.choice has 0 choices"),
         ({"structured_outputs": {"grammar": ""}}, InvalidRequest, "structured_outputs.grammar is empty: give a"),
-        (
-            {"guided_decoding": {"json": "", "disable_any_whitespace": True}},
-            InvalidRequest,
-            "guided_decoding.json is not JSON",
-        ),
         ({"guided_regex": 5}, InvalidRequest, "guided_regex is 5: it must be text"),
         ({"guided_choice": "a"}, InvalidRequest, "guided_choice is not JSON"),
         ({"guided_choice": [1]}, InvalidRequest, "guided_choice is 1: it must be text"),
         ({"guided_choice": ["a"] * 1025}, InvalidRequest, "guided_choice has 1025 choices: it must have 1 to 1024"),
         ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, InvalidRequest, "guided_regex has 131073 bytes: at most"),
         ({"guided_json": {}, "guided_regex": "a"}, InvalidRequest, "guided_json and guided_regex are set: give one"),
-        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, InvalidRequest, "guided_whitespace_pattern is set"),
-        ({"guided_decoding_backend": "outlines"}, Unsupported, "guided_decoding_backend is 'outlines'"),
+        ({"guided_json": {}, "guided_whitespace_pattern": " "}, Unsupported, "guided_whitespace_pattern is ' '"),
         ({"structured_outputs": {"structural_tag": "x"}}, Unsupported, "structured_outputs.structural_tag is 'x'"),
         (
             {"structured_outputs": {"json": {}, "disable_additional_properties": True}},

@@ -119,24 +119,6 @@ def test_between_tokens_of_json_there_is_one_space_at_most(
 
 
 @pytest.mark.parametrize(
-    ("whitespace", "allowed", "others"),
-    [
-        ({"whitespace_pattern": r"\n {0,8}"}, ['{\n  "a":\n 1\n}', '{"a":1}'], ['{ "a":1}', '{"a":\n\n1}']),
-        ({"disable_any_whitespace": True}, ['{"a":1}'], ['{"a": 1}', '{ "a":1}']),
-    ],
-    ids=str,
-)
-def test_a_request_names_another_limit_of_whitespace(
-    compiler: GrammarCompiler, whitespace: dict[str, object], allowed: list[str], others: list[str]
-) -> None:
-    members = {"json_object": True, **whitespace}
-    given = ParameterSource(origin="request", values={"structured_outputs": members})
-    grammar = find_grammar([given])
-    assert isinstance(grammar, Grammar)
-    assert [text for text in allowed + others if allows(compiler, grammar, text)] == allowed
-
-
-@pytest.mark.parametrize(
     ("grammar", "error", "words"),
     [
         (Grammar.ebnf('root ::= "a"\nroot ::= "b"', "g"), InvalidRequest, "g is not rules in GBNF or Lark: the rule"),

@@ -9,22 +9,21 @@ from tidewheel.frontend.coercion import ParameterSource, expect, parse_json, sho
 from tidewheel.grammar import Grammar, check_options
 
 _FLAT = "guided_"
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _NEVER_EMPTY = ("json", "regex", "choice", "grammar")
+_KINDS = (*_NEVER_EMPTY, "json_object")
 _ANY_JSON = '{"type": ["object", "array"]}'  # of TensorRT-LLM
 _OBJECTS = ("structured_outputs", "guided_decoding")
 _FORMAT = "response_format"
 _WRAPPER = ("name", "description", "schema", "strict")  # members of OpenAI's json_schema
 _GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
+_GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 # Members of vLLM's objects that have no effect here: there is one library.
-_WITHOUT_EFFECT = ("disable_fallback", "_backend_was_auto")
-_BACKENDS = ("auto", "guidance")
-_WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
+_WITHOUT_EFFECT = ("backend", "_backend", "disable_fallback", "_backend_was_auto")
+_FLAT_MEMBERS = (*_KINDS, "whitespace_pattern")
 
 GRAMMAR_PARAMETERS = dict.fromkeys(
-    [*(_FLAT + kind for kind in (*_KINDS, "whitespace_pattern", "decoding_backend")),
-     *_OBJECTS, _FORMAT, _GUIDE_TYPE, _GUIDE]
-).keys()  # fmt: skip
+    [*(_FLAT + name for name in _FLAT_MEMBERS), "guided_decoding_backend", *_OBJECTS, _FORMAT, _GUIDE_TYPE, _GUIDE]
+).keys()
 
 
 def find_grammar(sources: Iterable[ParameterSource]) -> Grammar | None:
@@ -48,35 +47,28 @@ def names_grammar(sources: Iterable[ParameterSource]) -> bool:
 
 
 def _grammars(values: Mapping[str, object]) -> Iterator[Grammar]:
-    flat = {kind: values.get(_FLAT + kind) for kind in (*_KINDS, "whitespace_pattern")}
-    given = [_of_members({**flat, "backend": values.get("guided_decoding_backend")}, _FLAT)]
-    given.append(_of_guide(values.get(_GUIDE_TYPE), values.get(_GUIDE)))
-    given += [_of_members(_object(name, values.get(name)), f"{name}.") for name in _OBJECTS]
-    given.append(_of_response_format(_object(_FORMAT, values.get(_FORMAT))))
+    given = [
+        _of_members({name: values.get(_FLAT + name) for name in _FLAT_MEMBERS}, _FLAT),
+        _of_guide(values.get(_GUIDE_TYPE), values.get(_GUIDE)),
+        *(_of_members(_object(name, values.get(name)), f"{name}.") for name in _OBJECTS),
+        _of_response_format(_object(_FORMAT, values.get(_FORMAT))),
+    ]
     return (grammar for grammar in given if grammar is not None)
 
 
 def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
-    given = {name: value for name, value in members.items() if _is_given(name, value)}
-    backend = given.pop("backend", given.pop("_backend", "auto"))
-    if backend not in _BACKENDS:
-        name = "guided_decoding_backend" if prefix == _FLAT else f"{prefix}backend"
-        raise Unsupported(f"{name} is {show(backend)}: grammars are llguidance's; leave it out")
-    for name in given:
-        if name not in (*_KINDS, *_WHITESPACE, *_WITHOUT_EFFECT):
-            raise Unsupported(f"{prefix}{name} is {show(given[name])}: it is not offered")
-    kinds = [kind for kind in _KINDS if kind in given]
-    if len(kinds) > 1:
-        raise InvalidRequest(f"{' and '.join(prefix + kind for kind in kinds)} are set: give one")
-    whitespace = {name: given[name] for name in _WHITESPACE if name in given}
-    if whitespace and (not kinds or kinds[0] not in ("json", "json_object")):
-        raise InvalidRequest(f"{prefix}{next(iter(whitespace))} is set: it goes with a JSON schema or json_object")
-    return _make(kinds[0], prefix + kinds[0], given[kinds[0]], whitespace) if kinds else None
+    given = {prefix + name: value for name, value in members.items() if _is_given(name, value)}
+    for name, value in given.items():
+        if name.removeprefix(prefix) not in _KINDS:
+            raise Unsupported(f"{name} is {show(value)}: it is not offered")
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} are set: give one")
+    return next((_make(name.removeprefix(prefix), name, value) for name, value in given.items()), None)
 
 
 def _is_given(name: str, value: object) -> bool:
     """Return whether a value asks for a grammar. For `_NEVER_EMPTY`, an empty value does, and is refused."""
-    return value is not None if name in _NEVER_EMPTY else not _is_off(value)
+    return value is not None if name in _NEVER_EMPTY else not _is_off(value) and name not in _WITHOUT_EFFECT
 
 
 def _is_off(value: object) -> bool:
@@ -86,47 +78,30 @@ def _is_off(value: object) -> bool:
 def _object(name: str, value: object) -> Mapping[str, object]:
     if isinstance(value, str) and value:
         value = parse_json(value, name)
-    if _is_off(value):
-        return {}
-    return expect(name, value, dict, "an object")
+    return {} if _is_off(value) else expect(name, value, dict, "an object")
 
 
-def _make(kind: str, name: str, value: object, whitespace: Mapping[str, object]) -> Grammar | None:
-    match kind:
-        case "json":
-            return _schema(name, value, whitespace)
-        case "json_object":
-            if not to_bool(name, value):
-                return None
-            return _schema(name, {"type": "object"}, whitespace) if whitespace else Grammar.json_object(name)
-        case "choice":
-            choices = parse_json(value, name) if isinstance(value, str) else value
-            if not isinstance(choices, list | tuple):
-                raise InvalidRequest(f"{name} is {show(value)}: it must be a list of texts")
-            return Grammar.choice([to_text(name, choice) for choice in choices], name)
-        case "regex":
-            return Grammar.regex(to_text(name, value), name)
-        case _:
-            return Grammar.ebnf(to_text(name, value), name)
+def _make(kind: str, name: str, value: object) -> Grammar | None:
+    if kind == "json":
+        return _schema(name, value)
+    if kind == "json_object":
+        return Grammar.json_object(name) if to_bool(name, value) else None
+    if kind == "choice":
+        choices = parse_json(value, name) if isinstance(value, str) else value
+        if not isinstance(choices, list | tuple):
+            raise InvalidRequest(f"{name} is {show(value)}: it must be a list of texts")
+        return Grammar.choice([to_text(name, choice) for choice in choices], name)
+    return (Grammar.regex if kind == "regex" else Grammar.ebnf)(to_text(name, value), name)
 
 
-def _schema(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar:
-    # Bounded before it is parsed.
-    text = Grammar.json_schema(value, name) if isinstance(value, str) and not whitespace else None
+def _schema(name: str, value: object) -> Grammar:
+    # A text is bounded before it is parsed.
+    text = Grammar.json_schema(value, name) if isinstance(value, str) else None
     schema = parse_json(value, name) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"{name} is {show(value)}: it must be a JSON schema, an object")
     check_options(name, schema)
-    if whitespace:
-        return Grammar.json_schema({**schema, "x-guidance": _whitespace_options(name, whitespace)}, name)
     return text or Grammar.json_schema(schema, name)
-
-
-def _whitespace_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
-    if "whitespace_pattern" in given:
-        return {"whitespace_pattern": to_text(f"{name}: whitespace_pattern", given["whitespace_pattern"])}
-    is_disabled = to_bool(f"{name}: disable_any_whitespace", given["disable_any_whitespace"])
-    return {"whitespace_flexible": False, "whitespace_pattern": None} if is_disabled else {}  # null: over the default
 
 
 def _of_guide(kind: object, guide: object) -> Grammar | None:
@@ -136,12 +111,11 @@ def _of_guide(kind: object, guide: object) -> Grammar | None:
         return None
     if kind == "json":
         return Grammar.json_schema(_ANY_JSON, _GUIDE_TYPE)
-    kinds = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
-    if not isinstance(kind, str) or kind not in kinds:
+    if not isinstance(kind, str) or kind not in _GUIDES:
         raise Unsupported(f"{_GUIDE_TYPE} is {show(kind)}: it must be json, json_schema, regex or ebnf_grammar")
     if _is_off(guide):
         raise InvalidRequest(f"{_GUIDE_TYPE} is {kind}, and {_GUIDE} is not set: set both")
-    return _make(kinds[kind], _GUIDE, guide, {})
+    return _make(_GUIDES[kind], _GUIDE, guide)
 
 
 def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
@@ -171,4 +145,4 @@ def _of_wrapper(place: str, wrapper: object) -> Grammar:
         to_bool(f"{place}.strict", wrapper["strict"])
     if unknown := sorted(wrapper.keys() - _WRAPPER):
         raise InvalidRequest(f"{place}.{unknown[0]} is unknown: known are {', '.join(_WRAPPER)}")
-    return _schema(f"{place}.schema", wrapper["schema"], {})
+    return _schema(f"{place}.schema", wrapper["schema"])

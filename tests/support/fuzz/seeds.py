@@ -28,7 +28,7 @@ _SAMPLING: dict[str, Any] = {
     "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["\n", "###"], "n": 2,
     "bad_words": ["dog"], "stop_token_ids": [5], "logit_bias": {"5": -1.5, "7": 100}, "logprobs": 3, "priority": 2,
     "tenant": "a", "cache_salt": "b", "deadline_ms": 1e4, "soft_deadline_ms": 1e3,
-    "response_format": {"type": "text"}, "guided_whitespace_pattern": " ?", "guided_json": {"type": "object"},
+    "response_format": {"type": "text"}, "guided_json": {"type": "object"},
     "structured_outputs": {"json": None, "disable_fallback": True},
     "best_of": 2, "do_sample": None,
 }  # fmt: skip

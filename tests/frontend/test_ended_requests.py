@@ -127,18 +127,6 @@ def test_a_client_that_leaves_is_told(harness: FrontendHarness, ended: list[Ende
     assert one.client_cancelled and one.finish_reason == "cancelled"
 
 
-def test_a_sink_that_breaks_is_told_once(harness: FrontendHarness, ended: list[EndedRequest]) -> None:
-    class Broken(RecordingSink):
-        def send(self, response: object) -> None:
-            raise OSError("gone")
-
-    submitted = harness.submit(stream=True, sink=Broken())
-    harness.deliver(submitted.key, harness.encode("one"))
-    submitted.sink.wait_end()  # before more comes: a sink ends itself if its last response breaks
-    harness.deliver(submitted.key, harness.encode(" two"), "length")
-    assert the_one(ended).tag == "TW-CANCELLED" and the_one(ended).client_cancelled
-
-
 def test_nothing_of_the_text_is_told(harness: FrontendHarness, ended: list[EndedRequest]) -> None:
     submitted = harness.submit(SECRET, parameters={"stop": ["zebra"]})
     harness.finish(submitted, SECRET)

@@ -23,7 +23,6 @@ from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend import admission_gate, request_reader
 from tidewheel.frontend.live_request import LiveRequest
-from tidewheel.frontend.output import Response
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import phrase_ids
 
@@ -515,20 +514,6 @@ def test_cancelled_while_the_engine_takes_it(harness: FrontendHarness) -> None:
     assert sink.finish_reason == "cancelled"
 
 
-class BrokenSink(RecordingSink):
-    def send(self, response: Response) -> None:
-        raise OSError("the pipe is broken")
-
-
-def test_a_sink_that_raises(harness: FrontendHarness) -> None:
-    key, sink = harness.submit(sink=BrokenSink(), stream=True)
-    harness.deliver(key, harness.encode("x"))
-    sink.wait_end()
-    harness.engine.wait_cancelled(key)
-    assert str(sink.error) == "[TW-CANCELLED] the response could not be sent"
-    assert ledger(harness) == (1, 1)
-
-
 def test_output_that_cannot_be_made_into_text(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     key, sink = harness.submit(stream=True)
     monkeypatch.setattr(harness.frontend._live[key].prepared.outputs, "push", None)
@@ -558,16 +543,6 @@ def test_a_tokenizer_that_panics_at_outputs_ends_each_request_alone(
             assert str(sink.error) == "[TW-INTERNAL] the output could not be made into text"
     key, sink = harness.submit(stream=True)
     harness.deliver(key, harness.encode("the fox"), "length")
-    sink.wait_end()
-    assert sink.finish_reason == "length"
-
-
-def test_figures_that_cannot_be_published_do_not_keep_an_answer(
-    harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness.frontend, "on_idle", None)
-    key, sink = harness.submit()
-    harness.deliver(key, harness.encode("x"), "length")
     sink.wait_end()
     assert sink.finish_reason == "length"
 

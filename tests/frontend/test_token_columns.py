@@ -7,14 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from tidewheel.frontend import live_request
 from tidewheel.frontend.live_request import TokenColumns
-
-
-@pytest.fixture(autouse=True, params=[0, 8, 1000])
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are added by columns, or one by one, or in either way by their size."""
-    monkeypatch.setattr(live_request, "_FEW", request.param)
 
 
 def add(columns: TokenColumns, tokens: dict[int, int], now_ns: int) -> tuple[list[float], list[int]]:

@@ -10,7 +10,6 @@ Every submitted request ends its sink exactly once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -22,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import Delta, EngineInfo, Room
-from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
+from tidewheel.errors import DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.admission_gate import AdmissionGate, PromptQueue
 from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.live_request import Ending, LiveRequest, TokenColumns
@@ -314,44 +313,26 @@ class Frontend:
         self._forget(request)
         seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
         self._recorder.failed(error, had_output=request.has_output, refused_after=seconds)
-        with contextlib.suppress(Exception):  # the client is gone
-            request.sink.fail(error)
+        request.sink.fail(error)
         self._report_end(request, error=error)
 
     def _send(self, request: LiveRequest, response: Response) -> None:
-        is_over = is_last(response)
-        if is_over:
-            self._forget(request)
-            self._count_finished(request, response)
         request.num_responses += 1
-        try:
+        if not is_last(response):
             request.sink.send(response)
-        except Exception:
-            logger.exception("a response could not be sent")
-            if not is_over:
-                self._fail(request, Cancelled("the response could not be sent"))
-        if is_over:
-            self._report_end(request, response)
-
-    def _count_finished(self, request: LiveRequest, response: Response) -> None:
-        seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
-        num_output_tokens = request.prepared.outputs.num_output_tokens if request.prepared.outputs is not None else []
-        try:
-            self._recorder.finished(response[0], seconds, num_output_tokens, request.urgency.priority)
-            if not self._live:
-                self.on_idle()
-        except Exception:
-            logger.exception("the figures of a request could not be published")
+            return
+        self._forget(request)
+        seconds, outputs = (time.monotonic_ns() - request.arrival_ns) * 1e-9, request.prepared.outputs
+        num_output_tokens = [] if outputs is None else outputs.num_output_tokens
+        self._recorder.finished(response[0], seconds, num_output_tokens, request.urgency.priority)
+        if not self._live:
+            self.on_idle()
+        request.sink.send(response)
+        self._report_end(request, response)
 
     def _report_end(self, request: LiveRequest, response: Response = (), error: TidewheelError | None = None) -> None:
-        if not self.on_ended:
-            return
-        try:
-            ended = EndedRequest.of(request, time.monotonic_ns(), response, error)
-            for note in self.on_ended:
-                note(ended)
-        except Exception:
-            logger.exception("the end of a request could not be noted")
+        for note in self.on_ended:
+            note(EndedRequest.of(request, time.monotonic_ns(), response, error))
 
     def _forget(self, request: LiveRequest) -> None:
         if request.mark_answered():

@@ -54,7 +54,7 @@ Response = Sequence[OutputChunk]  # by sequence
 
 
 class Sink(Protocol):
-    """Receiver of a request's responses. One thread at a time calls `send` or `fail`."""
+    """Receiver of a request's responses. One thread at a time calls `send` or `fail`, which never raise."""
 
     def send(self, response: Response) -> None: ...
 
@@ -77,15 +77,11 @@ class StopChecker:
         self._held = ""  # may begin a stop string
         self.is_hit = False
 
-    def may_change(self, text: str) -> bool:
-        """Return whether `push` may change the text."""
-        return bool(self._held) or not self._first_chars.isdisjoint(text)
-
     def push(self, text: str, *, may_stop: bool = True) -> str:
         """Return text up to a stop string; withhold an end that may begin one. Without `may_stop`, search none."""
         if self.is_hit:
             return ""
-        if not self.may_change(text):
+        if not self._held and self._first_chars.isdisjoint(text):
             return text
         buffer = self._held + text
         if may_stop and (found := self._find(buffer)) is not None:
@@ -180,12 +176,6 @@ class OutputStream:
         if not self._sampling.stop:
             self._text.append(self._detokenizer.push(token_ids))
             return len(token_ids)
-        before = self._detokenizer.copy()
-        text = self._detokenizer.push(token_ids)
-        if not self._stop.may_change(text):
-            self._text.append(text)
-            return len(token_ids)
-        self._detokenizer = before
         for index, token_id in enumerate(token_ids, start=1):
             may_stop = self.num_tokens + index > self._sampling.min_tokens
             self._text.append(self._stop.push(self._detokenizer.push((token_id,)), may_stop=may_stop))

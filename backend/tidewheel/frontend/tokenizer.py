@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -115,11 +114,6 @@ class Detokenizer:
             if not text.endswith(_REPLACEMENT):
                 return self._emit(text, begin=self._num_context, end=num_whole)
         return self._emit_garbage() if num_new > _MAX_HELD else ""
-
-    def copy(self) -> Detokenizer:
-        other = copy(self)
-        other._ids = self._ids.copy()
-        return other
 
     def flush(self) -> str:
         return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))

@@ -209,90 +209,36 @@ class EngineConfig(SchedulingSettings):
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
-        strategy = self.scheduling_strategy
-        for name in sorted(READ_WITH.keys() & self.to_settings().keys()):
-            other, values = READ_WITH[name]
-            if (value := getattr(self, other)) not in values:
-                wanted = " or ".join(map(str, values))
-                raise ConfigError(f"{name} is set, and {other} is {value}: set that to {wanted}, or remove one")
-        if self.num_blocks is not None and self.kv_cache_memory_mb is not None:
-            raise ConfigError("num_blocks and kv_cache_memory_mb both set the size of the KV cache: set one")
-        if self.target_tpot_ms is not None and strategy == "static":
-            raise ConfigError(
-                "target_tpot_ms needs requests that may join at any step: with scheduling_strategy static "
-                "a batch runs to its end; remove one of the two"
-            )
-        if self.enable_seqs_governor and strategy in ("static", "predictive"):
-            raise ConfigError(
-                f"enable_seqs_governor and scheduling_strategy {strategy} both set the number of running requests: "
-                "choose one"
-            )
-        if self.batch_size is not None and self.batch_size > self.max_num_seqs:
-            raise ConfigError(f"batch_size is {self.batch_size}: max_num_seqs allows {self.max_num_seqs}")
-        if self.deterministic:
-            self._check_deterministic()
-        self._check_kind()
-        self._check_pressure()
-        self._check_lora()
-        self._check_speculation()
-        if self.swap_space > 0.0 and not self.enable_prefix_caching:
-            raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
-        if self.preemption_mode == "swap" and self.swap_space == 0.0:
-            raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
-
-    def _check_deterministic(self) -> None:
-        if self.quantization not in ("auto", "none"):
-            raise ConfigError(
-                f"deterministic is true, and quantization is {self.quantization}: torch multiplies 8 bits, and its "
-                "sums may depend on the batch; set deterministic to false, or quantization to none"
-            )
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"deterministic is true, and tensor_parallel_size is {self.tensor_parallel_size}: sums over ranks "
-                "may depend on the batch; set deterministic to false, or tensor_parallel_size to 1"
-            )
-
-    def _check_kind(self) -> None:
+        given = self.to_settings()
+        for name, values, other, allowed, reason in _NEEDS:
+            found = getattr(self, other)
+            if name in given and (not values or given[name] in values) and found not in allowed:
+                raise ConfigError(
+                    f"{name} is {str(given[name])[:80]}, and {other} is {found}: {reason}; "
+                    f"set {other} to {' or '.join(map(str, allowed))}, or leave {name} out"
+                )
         if (self.kind == "text") == bool(self.adapter):
             raise ConfigError(
                 f"kind is {self.kind}, and adapter {self.adapter!r}: leave kind out, and name an adapter"
             )
-        wrong = ONE_SHOT_ONLY if self.kind == "text" else TEXT_ONLY
-        for name in sorted(wrong & self.to_settings().keys()):
+        for name in sorted((ONE_SHOT_ONLY if self.kind == "text" else TEXT_ONLY) & given.keys()):
             raise ConfigError(f"{name} is set, and a model of kind {self.kind} does not read it: leave it out")
-
-    def _check_pressure(self) -> None:
-        wanted = self.pressure_quantization
-        if wanted == "none":
-            return
-        for name, allowed in (("quantization", ("auto", "none")), ("deterministic", (False,))):
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(
-                    f"pressure_quantization is {wanted}, and {name} is {value}: a copy has other results, "
-                    f"and is made of exact weights; set {name} to {allowed[-1]}, or pressure_quantization to none"
-                )
-
-    def _check_lora(self) -> None:
+        if self.batch_size is not None and self.batch_size > self.max_num_seqs:
+            raise ConfigError(f"batch_size is {self.batch_size}: max_num_seqs allows {self.max_num_seqs}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras is {self.max_cpu_loras}, and max_loras {self.max_loras}: adapters on the device stay "
                 "in host memory too; raise max_cpu_loras, or lower max_loras"
             )
-
-    def _check_speculation(self) -> None:
-        method = self.speculation
-        if method in READ_WITH["draft_model"][1] and not self.draft_model:
-            raise ConfigError(f"speculation is {method}, and draft_model is not set: give the folder that drafts")
-        if method not in ("none", "prompt_lookup") and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"speculation is {method}, and tensor_parallel_size {self.tensor_parallel_size}: ranks do not "
-                "draft; set speculation to prompt_lookup, or tensor_parallel_size to 1"
-            )
-        if method != "none" and self.max_num_batched_tokens <= self.num_speculative_tokens:
+        if self.speculation in _DRAFT_MODELS and not self.draft_model:
+            raise ConfigError(f"speculation is {self.speculation}, and draft_model is not set: give its folder")
+        if self.speculation != "none" and self.max_num_batched_tokens <= self.num_speculative_tokens:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, and max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}: a step tests them beside the last token; lower the first"
             )
+        if self.preemption_mode == "swap" and self.swap_space == 0.0:
+            raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
@@ -351,15 +297,29 @@ class EngineConfig(SchedulingSettings):
 
 
 PRESSURE_SETTINGS = frozenset({"pressure_memory", "pressure_latency_ms", "pressure_quantization_critical"})
-READ_WITH: Mapping[str, tuple[str, tuple[object, ...]]] = {  # setting, and values, with which alone another is read
-    "batch_size": ("scheduling_strategy", ("static",)),
-    "governor_target_latency_ms": ("enable_seqs_governor", (True,)),
-    "lora_modules": ("enable_lora", (True,)),
-    "num_speculative_tokens": ("speculation", ("prompt_lookup", "first_layers", "draft_model", "eagle3")),
-    "num_draft_layers": ("speculation", ("first_layers",)),
-    "draft_model": ("speculation", ("draft_model", "eagle3")),
-    **dict.fromkeys(PRESSURE_SETTINGS, ("pressure_quantization", ("int8", "int4"))),
-}
+_DRAFT_MODELS = ("draft_model", "eagle3")
+_GOVERNED = ("continuous", "dynamic", "hybrid")
+_DRAFTERS = ("first_layers", *_DRAFT_MODELS)
+_UNREAD = "it has no effect then"
+# Setting, values of it that need something (none: any but the default), another setting, values it may have, reason.
+_NEEDS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...] = (
+    ("batch_size", (), "scheduling_strategy", ("static",), _UNREAD),
+    ("governor_target_latency_ms", (), "enable_seqs_governor", (True,), _UNREAD),
+    ("lora_modules", (), "enable_lora", (True,), _UNREAD),
+    ("num_speculative_tokens", (), "speculation", ("prompt_lookup", *_DRAFTERS), _UNREAD),
+    ("num_draft_layers", (), "speculation", ("first_layers",), _UNREAD),
+    ("draft_model", (), "speculation", _DRAFT_MODELS, _UNREAD),
+    *((name, (), "pressure_quantization", ("int8", "int4"), _UNREAD) for name in sorted(PRESSURE_SETTINGS)),
+    ("pressure_quantization", (), "quantization", ("auto", "none"), "a copy is made of exact weights"),
+    ("pressure_quantization", (), "deterministic", (False,), "a copy has other results"),
+    ("deterministic", (), "quantization", ("auto", "none"), "sums of 8 bits may depend on the batch"),
+    ("deterministic", (), "tensor_parallel_size", (1,), "sums over ranks may depend on the batch"),
+    ("speculation", _DRAFTERS, "tensor_parallel_size", (1,), "ranks do not draft, unless by prompt_lookup"),
+    ("num_blocks", (), "kv_cache_memory_mb", (None,), "both set the size of the KV cache"),
+    ("target_tpot_ms", (), "scheduling_strategy", (*_GOVERNED, "predictive"), "a static batch runs to its end"),
+    ("enable_seqs_governor", (), "scheduling_strategy", _GOVERNED, "both set the number of running requests"),
+    ("swap_space", (), "enable_prefix_caching", (True,), "it keeps blocks by their content"),
+)
 ONE_SHOT_ONLY = frozenset({"adapter", "adapter_options", "buckets", "batch_axes", "max_input_mb", "check_finite"})
 TEXT_ONLY = PRESSURE_SETTINGS | {
     "revision", "download_dir", "tokenizer", "dtype", "quantization", "pressure_quantization", "deterministic",

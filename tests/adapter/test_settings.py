@@ -237,7 +237,7 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "tenants": "acme"}, ["tenants is not JSON"]),
         ({"model": "m", "preemption_mode": "swap"}, ["preemption_mode", "swap_space"]),
         ({"model": "m", "override_generation_config": '{"top_p": 7}'}, ["override_generation_config", "top_p is 7"]),
-        ({"model": "m", "lora_modules": '{"a": "/a"}'}, ["lora_modules is set, and enable_lora is False"]),
+        ({"model": "m", "lora_modules": '{"a": "/a"}'}, [", and enable_lora is False"]),
         ({"model": "m", "enable_lora": "True", "lora_modules": '{"a": 1}'}, ["lora_modules: a is 1", "path"]),
         ({"model": "m", "max_loras": "9", "max_cpu_loras": "8"}, ["max_cpu_loras is 8, and max_loras 9", "raise"]),
         ({"model": "m", "engine_off": "demo"}, ["'engine_of'"]),

@@ -176,7 +176,7 @@ def test_gguf_file_that_cannot_be_served(
         ("kv_cache_memory_mb", "100000000", "host memory does not suffice"),
         ("max_lora_rank", "512", "1 to 256"),
         ("num_speculative_tokens", "1000", "1 to 32"),
-        ("draft_model", "/absent", "speculation is none: set that to draft_model"),
+        ("draft_model", "/absent", "speculation is none: it has no effect then"),
     ],
 )
 def test_bad_setting_in_the_entry(server: Server, entry: Path, parameter: str, value: str, word: str) -> None:

@@ -279,7 +279,7 @@ def test_the_log_says_what_fits(tmp_path: Path) -> None:
     started.finalize()
     text = "\n".join(line for level, line in Logger.lines if level == "info")
     for part in (
-        "demo_0: engine package", "weights 3.0 MiB", "KV cache 2.0 MiB", "CPU KV cache size: 2,000 tokens",
+        "demo_0: engine package", "weights 3 MiB", "KV cache 2 MiB", "CPU KV cache size: 2,000 tokens",
         "Maximum concurrency for 1,000 tokens per request: 2.00x",
     ):  # fmt: skip
         assert part in text

@@ -18,9 +18,9 @@ def test_a_host_tier_is_described_where_there_is_one() -> None:
     with_tier = msgspec.structs.replace(INFO, num_host_blocks=4096, swap_seconds_per_block=0.00025)
     plain = INFO.describe()
     assert "CPU KV cache size: 32,768 tokens" in plain
-    assert "KV cache 32.0 MiB (2,048 blocks of 16 tokens)" in plain[1]
-    assert "graphs 0.0 MiB, " in plain[1]
-    assert "graphs 3.0 MiB, " in msgspec.structs.replace(INFO, graph_bytes=3 << 20).describe()[1]
+    assert "KV cache 32 MiB: 2,048 blocks of 16 tokens" in plain
+    assert plain[1] == "memory: weights 12 MiB, activations 1 MiB"
+    assert "graphs 3 MiB" in msgspec.structs.replace(INFO, graph_bytes=3 << 20).describe()[1]
     assert "async scheduling: off" in plain
     assert "async scheduling: on" in msgspec.structs.replace(INFO, async_scheduling=True).describe()
     assert with_tier.describe() == [*plain, "host tier: 4,096 blocks, 0.250 ms to copy one"]

@@ -90,7 +90,7 @@ def test_two_clients_share_one_engine(connect: Connect) -> None:
 def test_the_log_says_what_fits(connect: Connect, folder: Path) -> None:
     connect()
     log = (folder / LOG).read_text()
-    assert "memory: weights 1.0 MiB" in log
+    assert "memory: weights 1 MiB" in log
     assert "KV cache size: 16,384 tokens" in log
     assert "Maximum concurrency for 4,096 tokens per request: 4.00x" in log
 

@@ -46,8 +46,8 @@ def test_what_runs_and_where() -> None:
     for part in (
         "Triton 2.51.0 (from somewhere)",
         "demo: LlamaForCausalLM, float32, on cpu (2 threads)",
-        "KV cache 3.0 GiB: 2,048 blocks of 16 tokens = 32,768 tokens",
-        "fits 32.0 requests of full length (1,024 tokens) at once; 64 run at a time",
+        "KV cache 3.0 GiB: 2,048 blocks of 16 tokens",
+        "Maximum concurrency for 1,024 tokens per request: 32.00x",
         "demo_infer: the engine of demo",
         "other: backend onnxruntime",
         "http://127.0.0.1:8000",

@@ -177,8 +177,9 @@ def test_the_report(shared: Server) -> None:
     output = shared.log.read_text()
     for part in (
         "mine: LlamaForCausalLM, float32, on cpu",
-        "256 blocks of 16 tokens = 4,096 tokens",
-        "fits 4.0 requests of full length (1,024 tokens) at once; 4 run at a time",
+        "256 blocks of 16 tokens",
+        "CPU KV cache size: 4,096 tokens",
+        "Maximum concurrency for 1,024 tokens per request: 4.00x",
         "mine_infer: the engine of mine",
         f"tidewheel generate --url {shared.grpc} --model mine",
     ):

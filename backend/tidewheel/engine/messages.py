@@ -20,7 +20,7 @@ from tidewheel.request import FinishReason, Pooling, Request, WeightsUsed
 from tidewheel.request_options import RequestOptions
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams, TopLogprobs
-from tidewheel.settings import MIB, shown_bytes
+from tidewheel.settings import shown_bytes
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
@@ -127,21 +127,11 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
-    def copy_share(self) -> str:
-        """Return the sizes of the quantised copy and of adapters' slots, in brackets; empty without them."""
-        named = {"a quantised copy": self.copy_bytes, "slots of adapters": self.lora_bytes}
-        shares = [f"{shown_bytes(num_bytes)} {name}" for name, num_bytes in named.items() if num_bytes]
-        return f" ({', '.join(shares)})" if shares else ""
-
-    @property
     def implementation(self) -> str:
         return "native" if self.is_native else "through transformers"
 
-    @property
-    def max_concurrency(self) -> float:
-        return self.num_cache_tokens / self.max_model_len
-
     def describe(self) -> list[str]:
+        """Return lines for the log and the console."""
         if self.signature is not None:
             tensors = (*self.signature.inputs, *self.signature.outputs)
             kind = "one-shot" if self.offer is None else "many steps"
@@ -149,22 +139,27 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
             shown = ", ".join(spec.describe() for spec in tensors)
             return [loaded, f"batches of at most {self.max_num_batched_tokens}: {shown}"]
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
-        lines = [
-            f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "
+        named = {
+            "weights": self.weights_bytes, "of these a quantised copy": self.copy_bytes,
+            "slots of adapters": self.lora_bytes, "activations": self.activation_bytes, "graphs": self.graph_bytes,
+        }  # fmt: skip
+        memory = ", ".join(f"{name} {shown_bytes(size)}" for name, size in named.items() if size)
+        form = f", in {self.kv_cache_dtype}" if self.kv_cache_dtype else ""
+        source = f"; sized by {self.cache_source}" if self.cache_source else ""
+        swap_ms = 1e3 * (self.swap_seconds_per_block or 0.0)
+        return [
+            f"model: {self.architecture}, {self.dtype}, on {self.device}, {self.implementation}; "
             f"loaded in {self.load_seconds:.1f} s" + (f" ({stages})" if stages else ""),
-            f"memory: weights {_mib(self.weights_bytes)}{self.copy_share}, activations "
-            f"{_mib(self.activation_bytes)}, graphs {_mib(self.graph_bytes)}, KV cache {_mib(self.kv_cache_bytes)} "
-            f"({self.num_blocks:,} blocks of {self.block_size} tokens{', ' * bool(self.kv_cache_dtype)}"
-            f"{self.kv_cache_dtype}{f'; {self.cache_source}' * bool(self.cache_source)})",
+            f"memory: {memory}",
+            f"KV cache {shown_bytes(self.kv_cache_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"
+            f"{form}{source}",
             f"{'CPU' if self.device.startswith('cpu') else 'GPU'} KV cache size: {self.num_cache_tokens:,} tokens",
-            f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x",
-            *([self.shortened] if self.shortened else []),
+            f"Maximum concurrency for {self.max_model_len:,} tokens per request: "
+            f"{self.num_cache_tokens / self.max_model_len:.2f}x",
+            *filter(None, [self.shortened]),
             f"async scheduling: {'on' if self.async_scheduling else 'off'}",
+            *([f"host tier: {self.num_host_blocks:,} blocks, {swap_ms:.3f} ms to copy one"] if swap_ms else []),
         ]
-        if self.swap_seconds_per_block is not None:
-            milliseconds = 1e3 * self.swap_seconds_per_block
-            lines.append(f"host tier: {self.num_host_blocks:,} blocks, {milliseconds:.3f} ms to copy one")
-        return lines
 
 
 class EngineReady(Message, frozen=True):
@@ -347,10 +342,6 @@ FromEngine = EngineReady | EngineFailure | Disconnection | Deltas | Stats | Room
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f} MiB"
 
 
 def _ns(seconds: float | None) -> int:

@@ -18,7 +18,6 @@ from tidewheel.health_endpoint import State
 from tidewheel.server.endpoints import DeployedModel, Endpoints, is_loopback
 from tidewheel.server.server_log import LogLine, without_places
 from tidewheel.server.tritonserver import BACKEND
-from tidewheel.settings import shown_bytes
 from tidewheel.version import __version__
 
 _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
@@ -207,18 +206,5 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
         return [f"  {model.name}: the engine of {model.engine_of}, for /infer and unary gRPC"]
     if info is None:
         return [f"  {model.name}: backend {model.backend}"]
-    if info.signature is not None:
-        return [f"  {model.name}: {info.describe()[0].removeprefix('model: ')}", f"    {info.describe()[1]}"]
-    return [
-        f"  {model.name}: {info.architecture}, {info.dtype}, on {info.device}, {info.implementation}; "
-        f"loaded in {info.load_seconds:.1f} s",
-        f"    weights {shown_bytes(info.weights_bytes)}{info.copy_share}, "
-        f"activations {shown_bytes(info.activation_bytes)}"
-        + (f", graphs {shown_bytes(info.graph_bytes)}" if info.graph_bytes else ""),
-        f"    KV cache {shown_bytes(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
-        f"{info.num_cache_tokens:,} tokens" + (f", in {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
-        *([f"    sized by {info.cache_source}"] if info.cache_source else []),
-        f"    fits {info.max_concurrency:.1f} requests of full length ({info.max_model_len:,} tokens) at once; "
-        f"{info.max_num_seqs} run at a time{', scheduled one step ahead' if info.async_scheduling else ''}",
-        *([f"    {info.shortened}"] if info.shortened else []),
-    ]
+    first, *more = info.describe()
+    return [f"  {model.name}: {first.removeprefix('model: ')}", *(f"    {line}" for line in more)]

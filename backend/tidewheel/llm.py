@@ -101,11 +101,11 @@ class LLM(AbstractContextManager["LLM"]):
         self.config = EngineConfig.from_settings({"model": str(model), **settings})
         runner = load_model_runner(self.config)
         # Called by `close`, when the object is freed or the program ends, and if the rest of the start fails.
-        self._end_ranks = weakref.finalize(self, runner.close) if isinstance(runner, RankedRunner) else None
+        self._end_ranks = weakref.finalize(self, runner.close if isinstance(runner, RankedRunner) else lambda: None)
         try:
             self._make_core(runner, skip_tokenizer_init=skip_tokenizer_init)
         except BaseException:
-            self._end_other_ranks()
+            self._end_ranks()
             raise
 
     def _make_core(self, runner: LoadedRunner, *, skip_tokenizer_init: bool) -> None:
@@ -175,16 +175,11 @@ class LLM(AbstractContextManager["LLM"]):
         self._open_core()
         self._scheduler.close_session(tenant, session_id)
 
-    def pause_session(self, session_id: str, tools: Sequence[str], *, tenant: str = "") -> None:
-        """Note that the session's last answer called tools, so that its blocks stay about as long as these run."""
-        self._open_core()
-        self._scheduler.pause_session(tenant, session_id, tools, time.monotonic())
-
     def stats(self) -> EngineStats:
         return self._open_core().stats()
 
     def close(self) -> None:
-        self._end_other_ranks()
+        self._end_ranks()
         self._core = None
         self._loras.close()
         gc.collect()
@@ -195,10 +190,6 @@ class LLM(AbstractContextManager["LLM"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _end_other_ranks(self) -> None:
-        if self._end_ranks is not None:
-            self._end_ranks()
 
     def _open_core(self) -> EngineCore:
         if self._core is None:

@@ -90,7 +90,7 @@ def test_the_error_names_who_has_the_memory_and_what_would_fit(load: Load) -> No
         load("third", small(90), device_memory_share=0.1)
     for model in ("third", "fourth"):
         load(model, small(10))
-    with pytest.raises(ConfigError, match=r"left: demo .* and other .* and third .* and 1 more engines; unload one"):
+    with pytest.raises(ConfigError, match=r"left: demo .* and other .* and third .* and fourth .*; unload one"):
         load("fifth", small(90), device_memory_share=0.1)
 
 

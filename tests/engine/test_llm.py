@@ -410,7 +410,6 @@ def test_a_session_pays_for_new_tokens_only(reference: Reference) -> None:
         (turn,) = llm.generate({"input_ids": first}, GREEDY, options, use_tqdm=False)
         second = np.concatenate([first, np.array(turn.token_ids, dtype=np.int32), reference.prompts[2]])
         assert llm.stats().num_sessions == 1
-        llm.pause_session("chat", ["search"], tenant="acme")
         (again,) = llm.generate({"input_ids": second}, GREEDY, options, use_tqdm=False)
         # The last token of the first turn was sampled and never computed.
         assert again.num_cached_tokens == len(first) + NUM_TOKENS - 1

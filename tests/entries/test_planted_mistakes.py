@@ -90,7 +90,7 @@ MISTAKES = {
         'parameters {\n  key: "gpu_memory_utilization"\n  value { string_value: "9" }\n}\n',
     ),
     "a contradiction": Mistake(
-        "settings", "config.pbtxt:4:14", "parameters.num_blocks", "kv_cache_memory_mb … set kv_cache_memory_mb to None",
+        "settings", "config.pbtxt:4:14", "parameters.num_blocks", "both set … memory_mb to None",
         setting("num_blocks", "99") + setting("kv_cache_memory_mb", "99"),
     ),
     "what is not offered": Mistake(

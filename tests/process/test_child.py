@@ -19,7 +19,7 @@ from tidewheel_process.restarts import CrashLoop, DeathCount, RestartedChild, Re
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 GUARDED = """
 import os, sys
-from tidewheel_process.guard import Guard
+from tidewheel_process.child import Guard
 
 with Guard([sys.executable, "-c", sys.argv[1], sys.argv[2]], os.environ) as guard:
     print(guard.pid, flush=True)
@@ -28,7 +28,7 @@ with Guard([sys.executable, "-c", sys.argv[1], sys.argv[2]], os.environ) as guar
 CLEAN_UP = """
 import sys
 from pathlib import Path
-from tidewheel_process.guard import guard
+from tidewheel_process.child import guard
 
 guard(Path(sys.argv[1]).unlink)
 """

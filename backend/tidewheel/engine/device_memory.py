@@ -16,7 +16,6 @@ from tidewheel.runner.info import RunnerInfo
 from tidewheel.settings import shown_bytes
 
 _NAME = "tidewheel-devices"
-MAX_NAMED = 3  # engines in an error, those with most memory
 
 
 class DeviceUse(ProcessRecord, frozen=True):
@@ -84,12 +83,10 @@ def check_left(share: float, device: str, total: int, limit: int, others: list[D
     left = max(limit - sum(one.bytes[device] for one in others), 0)
     if int(share * total) <= left:
         return
-    others = sorted(others, key=lambda one: -one.bytes[device])
-    holders = [
+    holders = (
         f"{label_of(Path(one.engine))} (process {one.pid}) has {shown_bytes(one.bytes[device])}"
-        for one in others[:MAX_NAMED]
-    ]
-    holders += [f"{len(others) - MAX_NAMED} more engines"] if len(others) > MAX_NAMED else []
+        for one in sorted(others, key=lambda one: -one.bytes[device])
+    )
     place, most = "host memory" if device.startswith("cpu") else device, 100 * left // total / 100
     remedy = f"set it to at most {most:g}, or unload one of these" if most else "unload one of these"
     raise ConfigError(

@@ -13,7 +13,7 @@ from tidewheel.private_dir import RUN_DIR, read_value, run_dir, run_dir_path, un
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel_process import process_tree
-from tidewheel_process.guard import Guard, guard
+from tidewheel_process.child import Guard, guard
 from tidewheel_process.locked_folder import LOOK_S, is_free, is_left_over, is_own, new_folder, try_lock, unlock
 
 CLUSTER = "cluster"  # folder of a cluster, whose `run` holds its servers' folders

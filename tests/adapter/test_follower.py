@@ -30,7 +30,7 @@ from tidewheel_process.handle import start_ticks
 from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
 LIMIT_S = 60.0
-FRONTEND = SimpleNamespace(health_host="127.0.0.1", health_port=None, request_log="", otlp_traces_endpoint="")
+FRONTEND = SimpleNamespace(request_log="", otlp_traces_endpoint="")
 SETTINGS = SimpleNamespace(frontend=FRONTEND, entry=None, labels=lambda _: {"model_name": "demo"})
 
 

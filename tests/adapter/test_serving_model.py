@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import requests
 
 from support.triton.fake_triton import (
     InferenceRequest,
@@ -21,7 +20,7 @@ from support.triton.fake_triton import (
     TritonError,
     TritonModelException,
 )
-from support.triton.serving import free_ports, wait_for
+from support.triton.serving import wait_for
 from tidewheel import model
 from tidewheel.adapter import follower
 from tidewheel.adapter.model_calls import voice_activity
@@ -120,7 +119,7 @@ class FakeWorkers:
     def __init__(self, folder: TokenizerFolder, count: int) -> None:
         self.folder = folder
 
-    def wait_tried(self) -> None:
+    def wait_started(self) -> None:
         if self.folder.path.name == "broken":
             raise ConfigError("tokenizer.json is not one")
 
@@ -391,41 +390,6 @@ def test_a_server_that_asks_is_told_whether_the_engine_is_ready(
     assert not started.is_ready()
     started.finalize()
     assert MetricFamily.value("tidewheel_engine_ready") == 0
-
-
-def test_one_front_end_of_a_model_has_the_health_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (port,) = free_ports(1)
-
-    def get() -> tuple[int, str]:
-        answer = requests.get(f"http://127.0.0.1:{port}/ready", timeout=60)
-        return answer.status_code, answer.json()["state"]
-
-    first, _ = start(make_args(tmp_path, health_port=str(port)))
-    second, _ = start(make_args(tmp_path, health_port=str(port)))
-    assert get() == (200, "ready")
-    first.finalize()
-    wait_for(lambda: second._follower._health, 60, "the other one takes it over")
-    monkeypatch.setattr(FakeClient, "readiness", Readiness("given up", "no weights"))
-    assert get() == (503, "given up")
-    second.finalize()
-    with pytest.raises(requests.ConnectionError):
-        get()
-
-
-def test_the_health_port_says_that_the_engine_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (port,) = free_ports(1)
-    answers = []
-
-    def load(client: FakeClient, timeout_s: float, must_stop: object) -> EngineInfo:
-        answers.append(requests.get(f"http://127.0.0.1:{port}/ready", timeout=60))
-        raise ConfigError("no weights")
-
-    monkeypatch.setattr(FakeClient, "start", load)
-    with pytest.raises(TritonModelException, match="no weights"):
-        start(make_args(tmp_path, health_port=str(port)))
-    assert (answers[0].status_code, answers[0].json()["state"]) == (503, "starting")
-    with pytest.raises(requests.ConnectionError):
-        requests.get(f"http://127.0.0.1:{port}/ready", timeout=60)
 
 
 @pytest.mark.parametrize("off", [{"REPORT_CUSTOM_METRICS": "false"}, {"disable_log_stats": "true"}])

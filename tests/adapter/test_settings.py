@@ -218,7 +218,6 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
     [
         ({"model": "m", "max_num_seq": "4"}, ["'max_num_seq'", "'max_num_seqs'"]),
         ({"model": "m", "num_sender_thread": "4"}, ["'num_sender_thread'", "'num_sender_threads'"]),
-        ({"model": "m", "health_port": "65536"}, ["health_port", "65536", "1 to 65535"]),
         ({"model": "m", "num_sender_threads": "0"}, ["num_sender_threads", "0", "64"]),
         ({"model": "m", "stream_interval_ms": "-1"}, ["stream_interval_ms", "-1", "10000"]),
         ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),

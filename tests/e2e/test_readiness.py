@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,11 +12,7 @@ import psutil
 import pytest
 import requests
 
-from support.triton.serving import REPOSITORY, Server, free_ports, start_server, stop_server, wait_for, wait_ready
-from tidewheel.server import tritonserver
-from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.tritonserver import locate
-from tidewheel.server.workdir import WorkDir
+from support.triton.serving import REPOSITORY, Server, start_server, stop_server, wait_for, wait_ready
 
 pytestmark = pytest.mark.e2e
 
@@ -104,43 +98,3 @@ def test_an_engine_that_cannot_start_is_tried_until_it_can(server: Server, repos
     assert server.readiness("live")[0] == 200
     config.write_text(text)
     assert engine_of(server).pid != engine.pid
-
-
-@pytest.fixture
-def plain_server(tmp_path: Path) -> Iterator[Server]:
-    """A tritonserver without `tidewheel serve`, and a model that sets `health_port`."""
-    root = Path(tempfile.mkdtemp(prefix="tw"))  # a short path, for unix sockets
-    work, install = WorkDir(root), locate(None)
-    http, grpc, metrics, health = free_ports(4)
-    shutil.copytree(REPOSITORY / "demo", tmp_path / "demo")
-    with (tmp_path / "demo" / "config.pbtxt").open("a") as entry:
-        entry.write(f'parameters {{ key: "health_port" value: {{ string_value: "{health}" }} }}')
-    tritonserver.assemble(install, work.backends)
-    ports = Endpoints(http=http, grpc=grpc, metrics=metrics)
-    command = tritonserver.command(install, tmp_path, ports, work, drain_s=0, flags=frozenset())
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=tritonserver.environment(install, work)
-        )
-    running = Server(process, http, grpc, metrics, log, health)
-    wait_for(lambda: _answers(running), LIMIT_S, "the endpoint")
-    assert running.readiness() == (503, "starting")
-    yield wait_ready(running)
-    assert stop_server(running) == 0
-    shutil.rmtree(root)
-
-
-def test_without_serve_a_front_end_has_the_endpoint(plain_server: Server) -> None:
-    engine = psutil.Process(engine_pid(plain_server))
-    engine.kill()
-    wait_for(told(plain_server, "reloading"), LIMIT_S, "the death")
-    assert triton_says(plain_server) == 200
-    wait_for(lambda: plain_server.readiness() == (200, "ready"), LIMIT_S, "its return")
-    assert engine_pid(plain_server) != engine.pid
-    assert plain_server.generate("A tuple is", max_tokens=2)["text_output"]
-
-
-def engine_pid(server: Server) -> int:
-    engine = wait_for(server.engine_process, LIMIT_S, "an engine")
-    return int(engine.pid)

@@ -270,7 +270,7 @@ class QuickTrial:
     def __init__(self, folder: TokenizerFolder, count: int) -> None:
         self._folder = folder
 
-    def wait_tried(self) -> None:
+    def wait_started(self) -> None:
         JobRunner(self._folder)
 
     def close(self) -> None: ...

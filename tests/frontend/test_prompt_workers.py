@@ -27,12 +27,12 @@ from tidewheel.frontend.chat import Conversation
 from tidewheel.frontend.prompt_workers import (
     DecodeJob,
     EncodeJob,
-    FolderTrial,
     GrammarTrial,
     Job,
     JobRunner,
     PromptWorkers,
     RenderJob,
+    StartJob,
     TokenizerFolder,
 )
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if messages[0].content == 'time' %}
     {%- for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
 {%- endif %}"""
-LIMITS: dict[str, Any] = {"trial_s": 3.0, "job_s": 1.0}
+LIMITS: dict[str, Any] = {"start_s": 3.0, "job_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFolder:
 @pytest.fixture(scope="module")
 def workers(folder: TokenizerFolder) -> Iterator[PromptWorkers]:
     made = PromptWorkers(folder, 2)
-    made.wait_tried()
+    made.wait_started()
     yield made
     made.close()
 
@@ -97,7 +97,7 @@ def test_special_tokens_in_messages(workers: PromptWorkers, folder: TokenizerFol
 
 def test_no_request_waits_for_the_start_of_a_process(folder: TokenizerFolder) -> None:
     workers = PromptWorkers(folder, 3)
-    workers.wait_tried()
+    workers.wait_started()
     assert len(workers._workers) == 3
     workers.close()
 
@@ -129,12 +129,11 @@ def test_a_conversation_that_takes_the_template_for_ever(workers: PromptWorkers,
 
 
 def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
-    """The trial has no run of x, so the folder loads."""
     vocab_size = write_model_folder(tmp_path)
     write_tokenizer(tmp_path, r"(x+x+)+y")
     workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096, **LIMITS), 1)
     try:
-        workers.wait_tried()
+        workers.wait_started()
         with pytest.raises(InvalidRequest, match=r"tokenizer fails at this text: .*retry-limit"):
             workers.encode("x" * 60, add_special_tokens=False)
         assert workers.encode("Hello", add_special_tokens=False).size
@@ -145,32 +144,25 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("files", "limits", "words"),
     [
-        ("{{ 'x' * 20000000000 }}", "too much memory"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "chat template.*CPU time"),
-        ("{% if %}", "does not compile"),
+        ({"chat_template.jinja": "{% if %}"}, LIMITS, "does not compile"),
+        ({"tokenizer.json": "{"}, LIMITS, "is not a tokenizer"),
+        ({}, {"start_s": 0.001}, "could not be read within 0 s of CPU time .*Profiling timer"),
+        ({}, {"memory_mb": 64}, "could not be read within .* 64 MiB of memory"),
     ],
-    ids=["memory", "time", "broken"],
+    ids=["template", "tokenizer", "time", "memory"],
 )
-def test_a_template_that_stops_the_load(tmp_path: Path, template: str, words: str) -> None:
+def test_a_folder_that_stops_the_load(
+    tmp_path: Path, files: dict[str, str], limits: dict[str, Any], words: str
+) -> None:
     vocab_size = write_model_folder(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096, **LIMITS), 1)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096, **limits), 1)
     try:
         with pytest.raises(ConfigError, match=words):
-            workers.wait_tried()
-    finally:
-        workers.close()
-
-
-def test_a_tokenizer_that_stops_the_load(tmp_path: Path) -> None:
-    vocab_size = write_model_folder(tmp_path)
-    write_tokenizer(tmp_path, r"(a+a+)+$")
-    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096, **LIMITS), 1)
-    try:
-        with pytest.raises(ConfigError, match=r"tokenizer fails at this text.*60 times"):
-            workers.wait_tried()
+            workers.wait_started()
     finally:
         workers.close()
 
@@ -190,10 +182,10 @@ def chain(count: int) -> Grammar:
     return Grammar.ebnf("\n".join(["root ::= r0", *rules, f'r{count} ::= "a"']), "guided_grammar")
 
 
-def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
+def test_the_start_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
     runner = JobRunner(TokenizerFolder(tmp_path, write_model_folder(tmp_path), 4096))
     assert runner._compiler._tokens is None
-    runner.run(FolderTrial("vocabulary"))
+    runner.run(StartJob())
     assert isinstance(runner._compiler._tokens, LLTokenizer)
 
 

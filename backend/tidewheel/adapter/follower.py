@@ -25,7 +25,6 @@ from tidewheel.frontend.request_spans import RequestSpans
 from tidewheel.frontend.speech import loudness
 from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.health_endpoint import HealthEndpoint, Readiness
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
     source = config.generation_config or "vllm"  # without the setting none, as Triton's vLLM backend
     encoder, voice = PromptWorkers(folder, NUM_TOKENIZERS), settings.frontend.voice_activity
     try:
-        encoder.wait_tried()  # before this process reads the files
+        encoder.wait_started()  # before this process reads the files
         return RequestReader(
             info,
             Tokenizer.load(folder.path, vocab_size=info.vocab_size),
@@ -133,14 +132,10 @@ class Follower:
         self._name = name
         self._leaving: list[EngineFrontend] = []
         self._stopped = threading.Event()
-        self._health: HealthEndpoint | None = None
-        self._health_problem = ""
         with contextlib.ExitStack() as undo:
             undo.callback(take_back, model_dir)
             self._events = undo.enter_context(contextlib.ExitStack())
             self._on_ended = [*_open_events(settings, self._events)]
-            undo.callback(self._close_health_port)
-            self._open_health_port()
             self.serving = self._serve(target)
             undo.callback(self.serving.close)
             make_current(target)
@@ -151,36 +146,12 @@ class Follower:
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
-        self._close_health_port()
         for serving in (*self._leaving, self.serving):
             serving.close()
         self._events.close()
 
-    def _open_health_port(self) -> None:
-        host, port = self._settings.frontend.health_host, self._settings.frontend.health_port
-        if port is None or self._health is not None:
-            return
-        try:
-            self._health = HealthEndpoint(host, port, self._readiness)
-        except OSError as error:
-            if self._health_problem != str(error):
-                self._health_problem = str(error)
-                log.info("health_port %d is not opened here: %s", port, error.strerror)
-        else:
-            log.info("readiness: http://%s:%d/ready", host, self._health.port)
-
-    def _close_health_port(self) -> None:
-        if self._health is not None:
-            self._health.close()
-            self._health = None
-
-    def _readiness(self) -> Readiness:
-        loads = not hasattr(self, "serving")
-        return Readiness("starting", "the engine loads") if loads else self.serving.client.readiness
-
     def _run(self) -> None:
         while not self._stopped.wait(FOLLOW_S):
-            self._open_health_port()
             try:
                 self._follow()
             except Exception as error:  # tried again

@@ -139,7 +139,7 @@ class ModelJudge:
             TokenizerFolder(Path(config.tokenizer or folder), vocab_size, config.max_prompt_bytes), 1
         )
         with contextlib.closing(encoder):
-            encoder.wait_tried()
+            encoder.wait_started()
 
     def _read_defaults(self, folder: Path) -> None:
         config = self._config

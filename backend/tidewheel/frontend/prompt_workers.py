@@ -7,7 +7,6 @@ process when a job overruns its limits.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import multiprocessing
 import resource
@@ -46,13 +45,6 @@ _ENVIRONMENT = {
 }  # fmt: skip
 _CPU_STEP = 512 << 10  # bytes
 
-# Exponential patterns overrun the limit with short runs, quadratic ones with long runs.
-_RUNS = ("a", "A", "0", " ", "\n", ".", "-", "_", "é", "日", "🎉", "a ", "a1", "\n ")
-_RUN_LENGTHS = (60, 5_000)
-_PARTS = ("files", "vocabulary", "tokenizer", "chat template")  # tried one after another; files as the process starts
-_CONVERSATIONS = (["user"], ["system", "user"], ["system", *["user", "assistant"] * 20, "user"])
-_CONTENTS = ("Hello", "", "{{ 1 }} <|im_end|> </s>\n\x00", "word " * 10_000)
-
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
@@ -76,11 +68,11 @@ class GrammarTrial(_Message, frozen=True):
     grammar: Grammar
 
 
-class FolderTrial(_Message, frozen=True):
-    part: str  # one of `_PARTS`
+class StartJob(_Message, frozen=True):
+    """First job of a process: its folder, and the vocabulary of grammars."""
 
 
-Job = RenderJob | EncodeJob | DecodeJob | GrammarTrial | FolderTrial
+Job = RenderJob | EncodeJob | DecodeJob | GrammarTrial | StartJob
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -98,13 +90,13 @@ class TokenizerFolder(NamedTuple):
     vocab_size: int
     max_prompt_bytes: int
     memory_mb: int = 3072
-    trial_s: float = 20.0  # of each part
+    start_s: float = 20.0
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of the job
     grammar_s: float = 1.0
 
     def limit_of(self, job: Job) -> float:
-        if isinstance(job, GrammarTrial | FolderTrial):
-            return self.grammar_s if isinstance(job, GrammarTrial) else self.trial_s
+        if isinstance(job, GrammarTrial | StartJob):
+            return self.grammar_s if isinstance(job, GrammarTrial) else self.start_s
         return self.job_s * (1 + len(msgspec.msgpack.encode(job)) / _CPU_STEP)
 
 
@@ -122,19 +114,18 @@ class PromptWorkers:
         for index in reversed(range(count)):
             self._idle.put(index)
 
-    def wait_tried(self) -> None:
-        """Start all processes. Raise `ConfigError` if tokenizer or template exceeds the limits."""
-        worker, path = self._worker(0), self._folder.path
-        for part in _PARTS:
-            answer = worker.ask(FolderTrial(part))
-            if answer is None:
-                limits = f"{self._folder.trial_s:.0f} s of CPU time and {self._folder.memory_mb} MiB of memory"
-                raise ConfigError(
-                    f"{path}: its {part} could not be tried within {limits} ({describe_exit(worker.end())}): "
-                    "use files that you trust"
-                )
-            if answer.error is not None:
-                raise ConfigError(answer.error.message)
+    def wait_started(self) -> None:
+        """Start all processes. Raise `ConfigError` if the folder cannot be read within the limits."""
+        worker, folder = self._worker(0), self._folder
+        answer = worker.ask(StartJob())
+        if answer is None:
+            limits = f"{folder.start_s:.0f} s of CPU time and {folder.memory_mb} MiB of memory"
+            raise ConfigError(
+                f"{folder.path}: its tokenizer and template could not be read within {limits} "
+                f"({describe_exit(worker.end())}): use files that you trust"
+            )
+        if answer.error is not None:
+            raise ConfigError(answer.error.message)
         for index in range(1, self._count):
             self._worker(index)
 
@@ -235,8 +226,8 @@ class JobRunner:
                 source = to_source(grammar)
                 self._compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
                 return Answer(source)
-            case FolderTrial(part):
-                self._try_out(part)
+            case StartJob():
+                self._compiler.prepare()
                 return Answer()
 
     @cached_property
@@ -255,27 +246,6 @@ class JobRunner:
                 self._compiler.prepare()
             case EncodeJob(plain=plain) if plain:
                 _ = self._controls.renamed
-
-    def _try_out(self, part: str) -> None:
-        """Encode or render odd inputs. Raise `ConfigError`."""
-        try:
-            if part == "vocabulary":
-                self._compiler.prepare()
-            elif part == "tokenizer":
-                for run, length in itertools.product(_RUNS, _RUN_LENGTHS):
-                    self._try_run(run, length)
-            elif part == "chat template" and self.template is not None:
-                for roles, content in itertools.product(_CONVERSATIONS, _CONTENTS):
-                    with contextlib.suppress(InvalidRequest):  # a refusal
-                        self.template.render(Conversation([{"role": role, "content": content} for role in roles]))
-        except MemoryError:
-            raise ConfigError(f"the {part} needs too much memory: use one that you trust") from None
-
-    def _try_run(self, run: str, length: int) -> None:
-        try:
-            self.tokenizer.encode(run * length + "!\x00")
-        except InvalidRequest as error:
-            raise ConfigError(f"{error.message} ({length} times {run!r}): use another tokenizer") from None
 
     def _render(self, conversation: Conversation) -> Answer:
         if self.template is None:
@@ -302,7 +272,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end's end ends this process
     resource.setrlimit(resource.RLIMIT_AS, (folder.memory_mb << 20, folder.memory_mb << 20))
     protect_texts()
-    _limit_cpu(folder.trial_s)
+    _limit_cpu(folder.start_s)
     with Connection(0) as connection, contextlib.suppress(EOFError):  # the front end has ended
         try:
             runner = JobRunner(folder)

@@ -27,8 +27,6 @@ class FrontendSettings:
     voice_activity: str = ""  # entry of silero-vad that finds the pauses of longer audio; empty: loudness does
     objective_ttft_ms: float = 1e3 * DEFAULT_TTFT_S  # goodput on /metrics: time to the first token of a good answer
     objective_tpot_ms: float = 1e3 * DEFAULT_TPOT_S  # and for each later one
-    health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
-    health_host: str = "127.0.0.1"  # address of that port
     request_log: str = ""  # file, with its whole path, of a JSON line for each ended request; stderr; empty: none
     otlp_traces_endpoint: str = ""  # URL of a collector of OpenTelemetry, as http://127.0.0.1:4318/v1/traces
     pooling: Literal["last", "mean"] = "last"  # hidden states of an embedding: of the last token, or all tokens' mean
@@ -36,13 +34,12 @@ class FrontendSettings:
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:
-        tokens, seconds, port, log = self.default_max_tokens, self.max_request_s, self.health_port, self.request_log
+        tokens, seconds, log = self.default_max_tokens, self.max_request_s, self.request_log
         is_log = log in ("", STDERR) or Path(log).is_absolute()
         rules = (
             ("default_max_tokens", tokens == "context" or tokens >= 1, "use 1 or more, or context"),
             ("max_request_s", seconds is None or 0.0 < seconds < math.inf, "it must be above 0, in seconds"),
             ("max_audio_s", 0.0 < self.max_audio_s < math.inf, "it must be above 0, in seconds"),
-            ("health_port", port is None or 1 <= port <= 65535, "use 1 to 65535"),
             ("objective_ttft_ms", 0.0 < self.objective_ttft_ms < math.inf, "it must be above 0, in milliseconds"),
             ("objective_tpot_ms", 0.0 < self.objective_tpot_ms < math.inf, "it must be above 0, in milliseconds"),
             ("request_log", is_log, f"use a path that begins with /, or {STDERR}"),

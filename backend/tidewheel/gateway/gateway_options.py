@@ -17,7 +17,7 @@ class Address(NamedTuple):
 
     grpc: str
     metrics: str = ""
-    health: str = ""  # of `tidewheel serve`, or by `health_port`
+    health: str = ""  # of `tidewheel serve`
     http: str = ""  # of Triton, for proxied requests
     is_name_of_many: bool = False  # each address of the host is a server
     cost: int = 0  # servers of the least are preferred

@@ -59,9 +59,7 @@ BUSY = _gauge("tidewheel_engine_busy_fraction", "Step time over wall time", "bus
 TOKEN_BUDGET = _gauge("tidewheel_token_budget", "Tokens that a step may compute now", "token_budget")
 MAX_NUM_SEQS = _gauge("tidewheel_max_num_seqs", "Requests that may run now", "max_num_seqs")
 BREAKER = _gauge("tidewheel_breaker_state", "0 closed, 1 half open, 2 open", "breaker_state")
-PREDICTION_ERROR = _gauge(
-    "tidewheel_prediction_error_tokens", "Smoothed error of predicted lengths", "prediction_error"
-)
+PREDICTION_ERROR = _gauge("tidewheel_prediction_error_tokens", "Mean error of predicted lengths", "prediction_error")
 # Triton makes load headers of this one.
 CACHE_BLOCKS = _gauge("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks", label="kv_cache_block_type")
 CACHE_CONFIG = _gauge("vllm:cache_config_info", "1; its labels are the size of the KV cache")
@@ -70,9 +68,7 @@ ENGINE_READY = _gauge("tidewheel_engine_ready", "1 if the engine takes requests,
 PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up", "num_prefix_queries")
 PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens found", "num_prefix_hits")
 PREEMPTIONS = _counter("vllm:num_preemptions_total", "Preemptions", "num_preemptions")
-SWAP_PREEMPTIONS = _counter(
-    "tidewheel_swap_preemptions_total", "Preemptions into the host tier", "num_swap_preemptions"
-)
+SWAP_PREEMPTIONS = _counter("tidewheel_swap_preemptions_total", "Preemptions to host memory", "num_swap_preemptions")
 STEPS = _counter("tidewheel_steps_total", "Steps", "num_steps")
 STEPS_BY_WEIGHTS = _counter(
     "tidewheel_weight_steps_total",
@@ -129,18 +125,14 @@ LORA_EVICTIONS = _counter("tidewheel_lora_evictions_total", "Loads that evicted 
 ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
 STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step", "step_tokens")
 
-# Counters of a tenant: fields of `stats.TenantFigures`.
+# Counters of a tenant: fields of `stats.TenantFigures`. Tokens count when their request ends.
 TENANT_REQUESTS = _tenant("tidewheel_tenant_requests_total", "Requests, refused ones included", "num_requests")
-TENANT_REJECTED = _tenant(
-    "tidewheel_tenant_requests_rejected_total", "Requests refused or late before start", "num_rejected"
-)
+TENANT_REJECTED = _tenant("tidewheel_tenant_requests_rejected_total", "Requests refused before start", "num_rejected")
 TENANT_STARTED = _tenant("tidewheel_tenant_requests_started_total", "Requests that started", "num_started")
 TENANT_QUEUE_SECONDS = _tenant("tidewheel_tenant_queue_seconds_total", "Time from arrival to start", "queue_seconds")
-TENANT_PROMPT_TOKENS = _tenant(
-    "tidewheel_tenant_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens"
-)
+TENANT_PROMPT_TOKENS = _tenant("tidewheel_tenant_prompt_tokens_total", "Prompt tokens", "num_prompt_tokens")
 TENANT_GENERATION_TOKENS = _tenant(
-    "tidewheel_tenant_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
+    "tidewheel_tenant_generation_tokens_total", "Generated tokens", "num_output_tokens"
 )
 TENANT_OBJECTIVES = _tenant(
     "tidewheel_tenant_objectives_total", "Ended and refused requests with ttft_ms or tpot_ms", "num_objectives"
@@ -153,12 +145,8 @@ TENANT_OBJECTIVES_MET = _tenant(
 LORA_RUNNING = _lora_gauge("tidewheel_lora_requests_running", "Running requests of an adapter", "num_running")
 LORA_WAITING = _lora_gauge("tidewheel_lora_requests_waiting", "Waiting requests of an adapter", "num_waiting")
 LORA_REQUESTS = _lora("tidewheel_lora_requests_total", "Requests of an adapter", "num_requests")
-LORA_PROMPT_TOKENS = _lora(
-    "tidewheel_lora_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens"
-)
-LORA_GENERATION_TOKENS = _lora(
-    "tidewheel_lora_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
-)
+LORA_PROMPT_TOKENS = _lora("tidewheel_lora_prompt_tokens_total", "Prompt tokens", "num_prompt_tokens")
+LORA_GENERATION_TOKENS = _lora("tidewheel_lora_generation_tokens_total", "Generated tokens", "num_output_tokens")
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
 RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")
@@ -176,15 +164,11 @@ INFERENCE_TIME = _histogram("vllm:request_inference_time_seconds", "First step t
 PREFILL_TIME = _histogram("vllm:request_prefill_time_seconds", "First step to first token", "prefill_time")
 DECODE_TIME = _histogram("vllm:request_decode_time_seconds", "First to last token", "decode_time")
 REQUEST_PROMPT_TOKENS = _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", "prompt_tokens")
-REQUEST_GENERATION_TOKENS = _histogram(
-    "vllm:request_generation_tokens", "Generated tokens of a sequence", "output_tokens"
-)
+REQUEST_GENERATION_TOKENS = _histogram("vllm:request_generation_tokens", "Tokens of a sequence", "output_tokens")
 REQUEST_SEQUENCES = _histogram("vllm:request_params_n", "Sequences of a request", "num_sequences")
 REFUSAL_TIME = _histogram("tidewheel_refusal_seconds", "Arrival to refusal", "refusal_time")
 INTER_TOKEN_LATENCY = _histogram("vllm:inter_token_latency_seconds", "Token to token", "inter_token_latency")
-OLD_INTER_TOKEN_LATENCY = _histogram(
-    "vllm:time_per_output_token_seconds", "Token to token, older name", "inter_token_latency"
-)
+OLD_INTER_TOKEN_LATENCY = _histogram("vllm:time_per_output_token_seconds", "Its older name", "inter_token_latency")
 
 GATEWAY_REQUESTS = _gateway_counter("tidewheel_gateway_requests_total", "answered requests", label="path and status")
 GATEWAY_ERRORS = _gateway_counter("tidewheel_gateway_errors_total", "requests that ended with an error", label="tag")

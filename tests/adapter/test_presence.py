@@ -44,13 +44,3 @@ def test_marks_of_processes_that_are_gone_are_removed(run_dir: Path) -> None:
     (marks / "1-7").touch()
     Presence("a model")
     assert {path.name.partition("-")[0] for path in marks.iterdir()} == {"1", str(os.getpid())}
-
-
-def test_a_mark_that_cannot_be_written_is_no_error(run_dir: Path) -> None:
-    run_dir.mkdir(mode=0o700)
-    (run_dir / "front_ends").mkdir(mode=0o700)
-    (run_dir / "front_ends" / f"{os.getpid()}-{start_ticks(os.getpid())}").mkdir()
-    presence = Presence("a model")
-    presence.count(1)
-    presence.remove()
-    assert mine() is None

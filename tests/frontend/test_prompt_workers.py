@@ -148,10 +148,9 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
     [
         ({"chat_template.jinja": "{% if %}"}, LIMITS, "does not compile"),
         ({"tokenizer.json": "{"}, LIMITS, "is not a tokenizer"),
-        ({}, {"start_s": 0.001}, "could not be read within 0 s of CPU time .*Profiling timer"),
         ({}, {"memory_mb": 64}, "could not be read within .* 64 MiB of memory"),
     ],
-    ids=["template", "tokenizer", "time", "memory"],
+    ids=["template", "tokenizer", "memory"],
 )
 def test_a_folder_that_stops_the_load(
     tmp_path: Path, files: dict[str, str], limits: dict[str, Any], words: str

@@ -17,7 +17,7 @@ from tidewheel.frontend.ended_requests import wall_offset_ns
 @pytest.fixture
 def make_spans() -> Callable[..., Any]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra tracing")
-    from tidewheel.frontend.request_spans import RequestSpans
+    from tidewheel.frontend.ended_requests import RequestSpans
 
     return RequestSpans
 
@@ -79,7 +79,7 @@ def test_a_parent_that_is_not_sampled_costs_nothing(make_spans: Callable[..., An
 
 
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tidewheel.frontend.request_spans import RequestSpans
+    from tidewheel.frontend.ended_requests import RequestSpans
 
     real = builtins.__import__
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import stat
@@ -13,8 +12,6 @@ from typing import NamedTuple
 
 from tidewheel.private_dir import private_dir, run_dir
 from tidewheel_process.handle import start_ticks
-
-log = logging.getLogger(__name__)
 
 _FOLDER = "front_ends"
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -29,31 +26,22 @@ class Presence:
     """File that marks this front end as serving, with its number of open requests."""
 
     def __init__(self, model: str) -> None:
+        """Write the mark. Raise `OSError`."""
         self._lock = threading.Lock()
         self._num_open = 0
-        self._descriptor: int | None = None
-        try:
-            folder = private_dir(run_dir() / _FOLDER)
-            _sweep(folder)
-            self._path = _path(folder, os.getpid(), start_ticks(os.getpid()))
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            os.write(self._descriptor, _count(0) + model.encode())
-        except OSError as error:
-            log.warning("%s: cannot be marked as ready, so its death would be noticed late: %s", model, error)
+        folder = private_dir(run_dir() / _FOLDER)
+        _sweep(folder)
+        self._path = _path(folder, os.getpid(), start_ticks(os.getpid()))
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.write(self._descriptor, _count(0) + model.encode())
 
     def remove(self) -> None:
-        with self._lock:
-            if self._descriptor is not None:
-                self._path.unlink(missing_ok=True)
-                os.close(self._descriptor)
-                self._descriptor = None
+        self._path.unlink(missing_ok=True)
 
     def count(self, change: int) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._num_open += change
-            if self._descriptor is not None:
-                with contextlib.suppress(OSError):
-                    os.pwrite(self._descriptor, _count(self._num_open), 0)
+            os.pwrite(self._descriptor, _count(self._num_open), 0)
 
 
 def read_mark(pid: int, start_ticks: int) -> PresenceMark | None:

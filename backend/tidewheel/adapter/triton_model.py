@@ -72,11 +72,11 @@ class TritonPythonModel:
             self._called = CalledModel(settings.engine) if settings.engine.is_remote else None
             model_dir = engine_dir(settings.owner.folder.parent, settings.owner.name)
             self._follower = Follower(model_dir, settings, choose_engine(model_dir, settings.engine), name)
+            self._presence = Presence(args["model_name"])
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(f"{owner}{error}") from None
         except OSError as error:
             raise pb_utils.TritonModelException(f"{owner}a file of the model or the run directory: {error}") from None
-        self._presence = Presence(args["model_name"])
 
     def is_ready(self) -> bool:
         """Return whether requests are accepted. Triton calls this hook."""

@@ -1,3 +1,5 @@
+"""Ended requests: their log, and their OpenTelemetry spans ``text_completion ── queue ─ prefill ─ decode ─ send``."""
+
 from __future__ import annotations
 
 import itertools
@@ -8,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,7 +21,11 @@ from tidewheel.frontend.request_parameters import AnyTask
 from tidewheel.frontend.settings import STDERR
 from tidewheel.regular_files import open_descriptor
 from tidewheel.request import FinishReason, Priority
+from tidewheel.version import __version__
 from tidewheel_process.locked_folder import is_at
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
 
 MAX_EVENTS = 8192
 FLUSH_S = 0.2
@@ -28,6 +35,16 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NOCTTY
 _WARN_S = 10.0
 _NS_PER_MS = 1e6
 _NOT_LOGGED = ("arrival_ns", "end_ns", "scheduled_ns", "first_token_ns", "last_token_ns", "traceparent")
+_CLOSE_S = 2.0
+_SERVICE = "tidewheel"
+_OPERATIONS = {"generate": "text_completion", "embed": "embeddings"}
+_ATTRIBUTES = {  # of spans, by field
+    "sequences": "gen_ai.request.choice.count", "request_id": "gen_ai.response.id",
+    "prompt_tokens": "gen_ai.usage.input_tokens", "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "output_tokens": "gen_ai.usage.output_tokens", "tag": "error.type", "priority": "tidewheel.class",
+    **{name: f"tidewheel.{name}" for name in ("tenant", "responses", "preemptions", "deadline_ms", "session")},
+    "client_cancelled": "tidewheel.client_cancelled",
+}  # fmt: skip
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -174,6 +191,78 @@ class RequestLog:
         self._is_torn = data[:num_written][-1:] not in (b"", b"\n")
         if num_written < len(data):
             raise OSError(f"{num_written} of {len(data)} bytes were written")
+
+
+class RequestSpans:
+    """Exporter of one span per request and per stage, on its own thread, by the environment variables `OTEL_…`.
+
+    A dead collector costs only spans.
+    """
+
+    name = "otlp_traces_endpoint"
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """Start the exporter. Raise `ConfigError` if OpenTelemetry's packages are missing."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise ConfigError(
+                f"{self.name} is set, and OpenTelemetry is not installed: pip install 'tidewheel[tracing]'"
+            ) from None
+        resource = Resource.create(
+            {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", _SERVICE), SERVICE_VERSION: __version__}
+        )
+        self._model = model
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer: Tracer = self._provider.get_tracer(_SERVICE, __version__)
+
+    def write(self, ended: list[EndedRequest]) -> None:
+        wall_ns = wall_offset_ns()
+        for one in ended:
+            self._make(one, wall_ns)
+
+    def close(self) -> None:
+        """Export within two seconds."""
+        sender = threading.Thread(target=self._provider.shutdown, name=self.name, daemon=True)
+        sender.start()
+        sender.join(_CLOSE_S)
+
+    def _make(self, ended: EndedRequest, wall_ns: int) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        attributes = attributes_of(ended, self._model)
+        root = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {self._model}",
+            context=self._propagator.extract({"traceparent": ended.traceparent}),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=ended.arrival_ns + wall_ns,
+        )
+        if ended.tag:
+            root.set_status(Status(StatusCode.ERROR, ended.tag))
+        context = set_span_in_context(root)
+        for name, (begin_ns, end_ns) in ended.stages().items():
+            if begin_ns and end_ns:
+                span: Span = self._tracer.start_span(name, context=context, start_time=begin_ns + wall_ns)
+                span.end(max(begin_ns, end_ns) + wall_ns)
+        root.end(ended.end_ns + wall_ns)
+
+
+def attributes_of(ended: EndedRequest, model: str) -> dict[str, str | int | float | list[str]]:
+    """Return a span's attributes, by OpenTelemetry's names for generative AI or ours."""
+    values = {name: getattr(ended, field) for field, name in _ATTRIBUTES.items()} | {
+        "gen_ai.operation.name": _OPERATIONS.get(ended.task, ended.task),
+        "gen_ai.provider.name": _SERVICE,
+        "gen_ai.request.model": model,
+        "gen_ai.response.finish_reasons": [ended.finish_reason] if ended.finish_reason else None,
+    }
+    return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 class EventQueue:

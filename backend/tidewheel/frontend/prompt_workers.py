@@ -297,6 +297,8 @@ def _serve(connection: Connection, runner: JobRunner, folder: TokenizerFolder) -
         except ConfigError as error:
             answer = Answer(error=ErrorInfo(InternalError.tag, str(error)))
         except MemoryError:
+            if isinstance(job, StartJob):
+                raise
             message = "the prompt or grammar needs too much memory: shorten it"
             answer = Answer(error=ErrorInfo(InvalidRequest.tag, message))
         _limit_cpu(0.0)

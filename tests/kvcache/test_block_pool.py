@@ -271,7 +271,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert list(free_blocks(self.pool)) == self.naive.order
         assert self.pool.ref_count == list(self.naive.references.values())
         assert {b: h for b in self.naive.references if (h := self.pool.hash_of(b))} == self.naive.hashes
-        assert all(self.pool.num_keepers(block) == self.naive.keepers.count(block) for block in self.naive.references)
+        assert self.pool._keepers == {block: self.naive.keepers.count(block) for block in self.naive.keepers}
         for start in range(len(HASHES)):
             found = takewhile(lambda block: block is not None, map(self.naive.lookup, HASHES[start:]))
             assert self.pool.lookup_prefix(iter(HASHES[start:])) == tuple(found)

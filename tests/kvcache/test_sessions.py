@@ -163,10 +163,10 @@ def test_check_invariants_sees_damage() -> None:
     table = RecordingStore(SessionLimits())
     table.add(session("acme", "one", 2))
     of_tenant = table._tenants["acme"]
-    of_tenant.num_blocks = 3
+    table._num_blocks["acme"] = 3
     with pytest.raises(InternalError, match="blocks of tenant 'acme' are miscounted"):
         check_sessions(table)
-    of_tenant.num_blocks = 2
+    table._num_blocks["acme"] = 2
     of_tenant["two"] = of_tenant["one"]
     with pytest.raises(InternalError, match="sessions of 'acme' are listed wrongly"):
         check_sessions(table)

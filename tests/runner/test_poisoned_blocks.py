@@ -47,7 +47,7 @@ class PoisoningRunner:
         state = self.loop.scheduler._state
         pool = state.kv._pool
         content = torch.zeros(self.info.num_blocks, self.info.block_size, dtype=torch.bool)
-        known = [b for b in range(pool.num_blocks) if pool.hash_of(b) is not None or pool.num_keepers(b)]
+        known = [b for b in range(pool.num_blocks) if pool.hash_of(b) is not None or pool._keepers.get(b, 0)]
         content[[*known, *batch.transfers.copy_sources.tolist()]] = True
         size = self.info.block_size
         for row, table in state.kv._tables.items():

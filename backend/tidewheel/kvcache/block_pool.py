@@ -111,9 +111,6 @@ class BlockPool:
                 self.num_kept -= 1
                 self._append(block_id)
 
-    def num_keepers(self, block_id: int) -> int:
-        return self._keepers.get(block_id, 0)
-
     def lookup(self, block_hash: bytes) -> int | None:
         return self._blocks.get(block_hash)
 

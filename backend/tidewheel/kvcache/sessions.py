@@ -40,32 +40,6 @@ class DepartureOrder(list[Departure]):
     ranked_at = -math.inf
 
 
-class TenantSessions(dict[str, KVSession]):
-    """Sessions of one tenant by id, least recently used first."""
-
-    num_blocks = 0
-
-
-class Tally(Counter[str]):
-    """Counts by name. The leader has the highest; of equal counts, the one that changed longest ago."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._names: dict[int, OrderedDict[str, None]] = {}
-
-    def add(self, name: str, change: int) -> None:
-        if count := self.pop(name, 0):
-            del self._names[count][name]
-            if not self._names[count]:
-                del self._names[count]
-        if count := count + change:
-            self[name] = count
-            self._names.setdefault(count, OrderedDict())[name] = None
-
-    def leader(self) -> str:
-        return next(iter(self._names[max(self._names)]))
-
-
 class SessionStore:
     """Sessions by name, and by tenant in order of use, with the blocks that they keep between turns.
 
@@ -95,12 +69,14 @@ class SessionStore:
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()
         self._paused: dict[SessionName, KVSession] = {}
         self._leave_pool, self._leave_host = DepartureOrder(), DepartureOrder()
-        self._held: Counter[str] = Counter()  # blocks in the pool, by share
+        self._num_blocks: Counter[str] = Counter()  # in the pool, by tenant
+        self._held: Counter[str] = Counter()  # likewise, by share
         self._returns = EventHeap[KVSession](lambda event: self._is_due(event.subject, event.time))
         self._coming: deque[KVSession] = deque()
-        self._tenants: dict[str, TenantSessions] = {}
-        self._accounts = Tally()
-        self._members: defaultdict[str, Tally] = defaultdict(Tally)  # tenants by account
+        self._tenants: defaultdict[str, dict[str, KVSession]] = defaultdict(dict)  # by id, least recently used first
+        # Numbers of sessions; what changed last is last.
+        self._accounts: Counter[str] = Counter()
+        self._members: defaultdict[str, Counter[str]] = defaultdict(Counter)  # tenants by account
         self._expiries = EventHeap[KVSession](lambda event: self.get(*event.subject.name) is event.subject)
 
     def reconfigure(self, limits: SessionLimits) -> None:
@@ -121,10 +97,10 @@ class SessionStore:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
+        return self._num_blocks[tenant]
 
     def most_blocks(self, tenant: str, num_blocks: int) -> int:
-        """Return `num_blocks`, at most the blocks that one session of the tenant may keep."""
+        """Return how many of a session's `num_blocks` blocks it may keep, by the limits of sessions and tenant."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min([num_blocks, *(limit for limit in limits if limit is not None)])
 
@@ -160,7 +136,7 @@ class SessionStore:
         """Add a session; drop an older one of that name, and sessions beyond the limits."""
         self.remove(*session.name)
         self._sessions[session.name] = session
-        of_tenant = self._tenants.setdefault(session.tenant, TenantSessions())
+        of_tenant = self._tenants[session.tenant]
         of_tenant[session.session_id] = session
         self._add_blocks(session.tenant, len(session.blocks))
         if session.pause is not None:
@@ -176,7 +152,7 @@ class SessionStore:
         while limits.max_sessions is not None and self._accounts[account] > limits.max_sessions:
             self._drop(self._first_to_go(account))
         while len(self._sessions) > self.limits.max_sessions:
-            self._drop(self._first_to_go(self._accounts.leader()))
+            self._drop(self._first_to_go(_largest(self._accounts)))
 
     def remove(self, tenant: str, session_id: str) -> bool:
         session = self.get(tenant, session_id)
@@ -260,40 +236,34 @@ class SessionStore:
 
     def _next_of(self, departures: DepartureOrder, is_candidate: Callable[[KVSession], bool]) -> KVSession | None:
         """Return the next candidate in order; if there are many paused sessions, the order may be `RANKED_S` old."""
-        is_new = len(self._paused) <= FEW or self.now >= departures.ranked_at + RANKED_S
-        if is_new:
-            self._rank(departures, is_candidate)
-        while True:
-            while departures:
-                session, pause = departures[-1]
-                if session.pause is pause and self._paused.get(session.name) is session and is_candidate(session):
-                    return session
-                departures.pop()
-            if is_new:
-                return None
-            self._rank(departures, is_candidate)
-            is_new = True
+        if len(self._paused) <= FEW or self.now >= departures.ranked_at + RANKED_S:
+            departures.clear()
+        is_new = False
+        while departures or not is_new:
+            if not departures:
+                self._rank(departures, is_candidate)
+                is_new = True
+                continue
+            session, pause = departures[-1]
+            if session.pause is pause and self._paused.get(session.name) is session and is_candidate(session):
+                return session
+            departures.pop()
+        return None
 
     def _rank(self, departures: DepartureOrder, is_candidate: Callable[[KVSession], bool]) -> None:
         """Rank candidates: each time, of the share with most blocks for its weight, the one expected last."""
         by_share: defaultdict[str, list[KVSession]] = defaultdict(list)
         for session in filter(is_candidate, self._paused.values()):
             by_share[self._share_of(session.tenant)].append(session)
-        heap: list[tuple[float, str, list[KVSession], float]] = []
-        for share, of_share in by_share.items():
+        ranked: list[tuple[float, KVSession]] = []  # with the blocks for its weight that its share holds by then
+        for of_share in by_share.values():
             weight = limits_of(self.limits.tenants, of_share[0].tenant).weight
-            held = sum(len(session.blocks) + len(session.host_slots) for session in of_share) / weight
-            heap.append((-held, share, heapq.nlargest(RANKED, of_share, self._seconds_left)[::-1], weight))
-        heapq.heapify(heap)
-        order: list[Departure] = []
-        while heap and len(order) < RANKED:
-            held, share, left, weight = heapq.heappop(heap)
-            session = left.pop()
-            order.append((session, session.pause))
-            if left:
-                num_held = len(session.blocks) + len(session.host_slots)
-                heapq.heappush(heap, (held + num_held / weight, share, left, weight))
-        departures[:] = order[::-1]
+            num_held = sum(map(_num_held, of_share))
+            for session in heapq.nlargest(RANKED, of_share, self._seconds_left):
+                ranked.append((num_held / weight, session))
+                num_held -= _num_held(session)
+        first = heapq.nlargest(RANKED, ranked, key=lambda one: one[0])
+        departures[:] = [(session, session.pause) for _, session in reversed(first)]
         departures.ranked_at = self.now
 
     def _share_of(self, tenant: str) -> str:
@@ -303,10 +273,8 @@ class SessionStore:
         return self._held[self._share_of(tenant)] / limits_of(self.limits.tenants, tenant).weight
 
     def _add_blocks(self, tenant: str, change: int) -> None:
-        self._tenants[tenant].num_blocks += change
-        self._held[share := self._share_of(tenant)] += change
-        if not self._held[share]:
-            del self._held[share]
+        _add(self._num_blocks, tenant, change)
+        _add(self._held, self._share_of(tenant), change)
 
     def _seconds_left(self, session: KVSession) -> tuple[bool, float]:
         """Return `(is_idle, seconds to the next turn)`; evicting a session that is not idle frees no blocks."""
@@ -410,11 +378,26 @@ class SessionStore:
 
     def _count(self, tenant: str, change: int) -> str:
         account = account_of(self.limits.tenants, tenant)
-        self._accounts.add(account, change)
-        self._members[account].add(tenant, change)
-        if not self._accounts[account]:
+        _add(self._accounts, account, change)
+        _add(self._members[account], tenant, change)
+        if not self._members[account]:
             del self._members[account]
         return account
 
     def _first_to_go(self, account: str) -> KVSession:
-        return next(iter(self._tenants[self._members[account].leader()].values()))
+        return next(iter(self._tenants[_largest(self._members[account])].values()))
+
+
+def _num_held(session: KVSession) -> int:
+    return len(session.blocks) + len(session.host_slots)
+
+
+def _add(counts: Counter[str], name: str, change: int) -> None:
+    """Change a count, make it the last, and drop it at 0."""
+    if count := counts.pop(name, 0) + change:
+        counts[name] = count
+
+
+def _largest(counts: Counter[str]) -> str:
+    """Return the name with the highest count; of equal counts, the one that changed longest ago."""
+    return max(counts, key=counts.__getitem__)

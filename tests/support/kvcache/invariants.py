@@ -32,7 +32,7 @@ def check_cache(kv: KVCacheManager) -> None:
         for block_id in table[num_sealed[row] :]:
             require(kv._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
             require(named[block_id] == 1, f"writable block {block_id} is shared")
-            require(kv._pool.num_keepers(block_id) == 0, f"writable block {block_id} is a session's")
+            require(kv._pool._keepers.get(block_id, 0) == 0, f"writable block {block_id} is a session's")
 
 
 def check_sessions(store: SessionStore) -> None:
@@ -43,14 +43,14 @@ def check_sessions(store: SessionStore) -> None:
     require(paused == store._paused.keys(), "sessions that pause are listed wrongly")
     slots = Counter(slot for session in every.values() for slot in session.host_slots)
     host = store._host
-    kept = {slot: count for slot in range(host.num_blocks) if (count := host.num_keepers(slot))}
+    kept = {slot: count for slot in range(host.num_blocks) if (count := host._keepers.get(slot, 0))}
     require(slots == kept, "slots of sessions are kept wrongly")
     shares = Counter[str]()
     for tenant, of_tenant in store._tenants.items():
         own = {name: session for (of, name), session in every.items() if of == tenant}
         require(list(own) == list(of_tenant) and bool(own), f"sessions of {tenant!r} are listed wrongly")
         count = sum(len(session.blocks) for session in own.values())
-        require(count == of_tenant.num_blocks, f"blocks of tenant {tenant!r} are miscounted")
+        require(count == store.num_blocks(tenant), f"blocks of tenant {tenant!r} are miscounted")
         counted = store._members[account_of(tenants, tenant)][tenant]
         require(counted == len(own), f"sessions of {tenant!r} are miscounted")
         shares[store._share_of(tenant)] += count

@@ -303,7 +303,7 @@ class KVMachine(RuleBasedStateMachine):
         for block_id in block_ids:
             assert references[block_id] == 0
             assert self.kv._pool.ref_count[block_id] == 1
-            assert self.kv._pool.num_keepers(block_id) == 0
+            assert self.kv._pool._keepers.get(block_id, 0) == 0
             self.findable.pop(block_id, None)
 
     # --- batches ------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class KVMachine(RuleBasedStateMachine):
         references = self.references()
         for block_id in block_ids:
             assert references[block_id] == 0 and self.kv._pool.ref_count[block_id] == 1
-            assert self.kv._pool.num_keepers(block_id) == 1
+            assert self.kv._pool._keepers.get(block_id, 0) == 1
             self.findable.pop(block_id, None)
         for block_id in block_ids:
             content = self.memory[block_id][-1]

@@ -23,7 +23,7 @@ from common.study import Study, in_turns, show, summary
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.request import Request
-from tidewheel.scheduler.pressure import HOLD_S
+from tidewheel.scheduler.controllers import HOLD_S
 from tidewheel.simulate.outcomes import throughput
 from tidewheel.stats import Objective
 from tidewheel.workload.arrivals import poisson_arrivals

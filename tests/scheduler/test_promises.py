@@ -309,26 +309,6 @@ def test_nobody_is_preempted_for_blocks_that_others_keep() -> None:
     driver.run()
 
 
-def test_the_one_row_that_frees_enough_leaves_rather_than_many_that_share() -> None:
-    """Four LOW rows share five blocks and free one each; a fifth one has eight for itself and has computed more."""
-    driver = SchedulerDriver(num_blocks=20, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
-    driver.add(make_request("wide", [38] * 30, max_tokens=6, priority=LOW))
-    driver.step()
-    driver.add(make_request("low0", [*range(20), 30], max_tokens=6, priority=LOW, arrival_time=1.0))
-    driver.step()
-    for n in range(1, 4):
-        driver.add(make_request(f"low{n}", [*range(20), 30 + n], max_tokens=6, priority=LOW, arrival_time=1.0 + n))
-    driver.schedule()
-    assert driver.scheduler.num_running == 5
-    critical = driver.add(make_request("critical", [39] * 36, max_tokens=1, priority=CRITICAL, arrival_time=20.0))
-    driver.apply()
-    held = held_by(driver, 16)
-    driver.schedule()
-    assert check_victims(driver, held, critical, 9) == ["wide"]
-    driver.apply()
-    driver.run()
-
-
 def test_rows_that_share_their_blocks_leave_together_where_each_is_needed() -> None:
     """Eight LOW rows hold thirteen blocks, five of them in common; a CRITICAL needs twelve."""
     driver = SchedulerDriver(num_blocks=13, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)

@@ -13,7 +13,7 @@ from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_request, make_scheduler
 from tidewheel.batch import SampledTokens
 from tidewheel.request import FinishReason, Priority, Request
-from tidewheel.scheduler.shape_turns import MAX_URGENT, ShapeTurns, Turn
+from tidewheel.scheduler.step_plan import MAX_URGENT, ShapeTurns, Turn
 
 NUM_ROWS = 3
 SECONDS = {"8x8": 1.0, "16x16": 1.0, "32x32": 1.0}

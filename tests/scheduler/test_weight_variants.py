@@ -13,7 +13,7 @@ from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from support.scheduler.weighed_runner import WeighedRunner, weighed
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.pressure import HOLD_S, LATENCY_LOW, MEMORY_LOW, PressureController
+from tidewheel.scheduler.controllers import HOLD_S, LATENCY_RELIEVED, MEMORY_RELIEVED, PressureController
 
 MAX_USAGE, MAX_LATENCY_S = 0.9, 0.5
 MOMENTS = st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0)), max_size=60)
@@ -33,7 +33,7 @@ def test_pressure_begins_above_a_limit_and_ends_only_after_a_time_below_the_lowe
         now += gap
         is_on = chosen.decide(now, usage, wait)
         is_high = usage > MAX_USAGE or wait > MAX_LATENCY_S
-        is_low = usage <= MEMORY_LOW * MAX_USAGE and wait <= LATENCY_LOW * MAX_LATENCY_S
+        is_low = usage <= MEMORY_RELIEVED * MAX_USAGE and wait <= LATENCY_RELIEVED * MAX_LATENCY_S
         assert is_on or not is_high
         assert was_on or is_on == is_high
         if is_high or (was_on and not is_low):

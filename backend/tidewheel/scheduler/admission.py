@@ -1,25 +1,35 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError
+from tidewheel.lora import Lora
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import CircuitBreaker
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate
-from tidewheel.scheduler.lora_figures import OTHERS, LoraFigureTable, label_of
 from tidewheel.scheduler.queue import MAX_DISPLACED
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.tenancy import TenantTable
-from tidewheel.stats import RequestFigures, TenantFigures, WaitingRoom
+from tidewheel.stats import LoraFigures, RequestFigures, TenantFigures, WaitingRoom
 from tidewheel.tenants import EVERYBODY, limits_of
 
-MAX_LABELS = 64
+MAX_LABELS = 64  # of tenants
+MAX_LORA_LABELS = 32
+LABEL_CHARS = 64
+OTHERS = "other"
 _FIRST_RETRY_MS = 250
 _MIN_RETRY_MS = 50
 _MAX_RETRY_MS = 30_000
 _SMOOTHING = 0.1
+
+
+@lru_cache(4096)
+def label_of(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:LABEL_CHARS]
 
 
 def check_lengths(num_prompt_tokens: int, max_tokens: int, min_tokens: int, limit: int) -> None:
@@ -47,7 +57,6 @@ class AdmissionControl:
         self._start_interval: float | None = None
         self._tenants = TenantTable(state.config.tenants)
         self._lora_limits = TenantTable(state.config.lora_limits, by_lora=True)
-        self.lora_figures = LoraFigureTable(state.stats.loras)
         self._label_tenants()
         self._make_breaker()
 
@@ -69,6 +78,23 @@ class AdmissionControl:
     def _figures(self, tenant: str) -> TenantFigures:
         return self._state.stats.tenants[self._labels.get(tenant, OTHERS)]
 
+    def _lora_figures(self, lora: Lora) -> LoraFigures:
+        """Return the figures under an adapter's label; the first adapters that are used have labels of their own."""
+        label, figures = label_of(lora.name), self._state.stats.loras
+        if label not in figures and len(figures) >= MAX_LORA_LABELS:
+            label = OTHERS
+        return figures.setdefault(label, LoraFigures())
+
+    def count_loras(self) -> None:
+        """Count running and waiting requests by adapter."""
+        for figures in self._state.stats.loras.values():
+            figures.num_running = figures.num_waiting = 0
+        for request in self._state.requests.values() if self._state.stats.loras else ():
+            if request.lora is not None:
+                figures = self._lora_figures(request.lora)
+                figures.num_running += request.row >= 0
+                figures.num_waiting += request.row < 0
+
     def _make_breaker(self) -> None:
         config = self._state.config
         self.breaker = CircuitBreaker(config.breaker_error_rate, config.breaker_queue_time_s)
@@ -79,7 +105,7 @@ class AdmissionControl:
         figures, count, lora = self._figures(requests[0].tenant), len(requests), requests[0].lora
         figures.num_requests += count
         if lora is not None:
-            self.lora_figures.of(lora.name, is_new=True).num_requests += count
+            self._lora_figures(lora).num_requests += count
         for request in requests:
             request.priority = limits_of(self._state.config.tenants, request.tenant).granted(request.priority)
         try:
@@ -155,7 +181,7 @@ class AdmissionControl:
         if request.first_scheduled_time is not None:
             sums: list[RequestFigures] = [tenant]
             if request.lora is not None:
-                sums.append(self.lora_figures.of(request.lora.name))
+                sums.append(self._lora_figures(request.lora))
             for figures in sums:
                 figures.num_prompt_tokens += request.num_prompt_tokens
                 figures.num_output_tokens += request.num_output_tokens

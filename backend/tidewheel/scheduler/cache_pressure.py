@@ -117,7 +117,6 @@ def choose_victims(
     """
     departures = state.kv.departures(kept)
     relieved = set(growing)
-    wanted = num_missing
     victims: list[int] = []
     for row in rows:
         if num_missing <= 0 and len(victims) >= min_victims:
@@ -132,17 +131,6 @@ def choose_victims(
             departures.take_back(row)
             victims.remove(row)
             num_missing += loss
-    if len(victims) < 2:
-        return victims
-    columns, departures = state.columns, state.kv.departures(kept)
-    best_class = int(columns.classes[victims].min())
-    spent = columns.num_preemptions >= state.config.max_preemptions
-    takes_spent = bool(spent[victims].any())
-    for row in rows:  # one alone may free enough, in no better class and not preempted too often
-        if columns.classes[row] >= best_class and (takes_spent or not spent[row]):
-            if departures.add(row) + (row in relieved) >= wanted:
-                return [row]
-            departures.take_back(row)
     return victims
 
 

@@ -20,10 +20,9 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.cache_pressure import GrowthForecast, free_blocks_to_grow, victims_for
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
-from tidewheel.scheduler.shape_turns import ShapeTurns, Turn
 from tidewheel.scheduler.speculation import Speculation
 from tidewheel.scheduler.state import BlockedRequest, SchedulerState
-from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
+from tidewheel.scheduler.step_plan import ShapeTurns, StepLimits, StepPlan, Turn, new_row
 
 MAX_DIGESTS = 1024  # computed per step
 MAX_SKIPPED = 16  # requests per step

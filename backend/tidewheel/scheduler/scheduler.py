@@ -207,7 +207,7 @@ class Scheduler:
         stats.num_predictions = state.predictor.num_observed
         stats.prediction_error = state.predictor.mean_abs_error
         stats.num_lora_slots = len(state.loras.contents)
-        self.admission.lora_figures.count(state.requests.values())
+        self.admission.count_loras()
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:

@@ -19,9 +19,8 @@ from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.prompt_lookup import PromptLookup
 from tidewheel.scheduler.queue import WaitingSet
-from tidewheel.scheduler.shape_turns import ShapeTurns
 from tidewheel.scheduler.speculation import Proposer, RunnerDrafts, Speculation
-from tidewheel.scheduler.step_plan import InFlightStep
+from tidewheel.scheduler.step_plan import InFlightStep, ShapeTurns
 from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import BlockShortage
 from tidewheel.tenants import limits_of

@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,17 +288,16 @@ def body_of(case: Case, seed: int) -> dict[str, Any]:
 
 def answer(model: RandomModel, case: Case, seed: int) -> tuple[dict[str, Any], dict[str, Any], list[list[int]]]:
     """Return a choice with its message, whole and streamed, and the events with arguments by call."""
-    request = read_chat(body_of(case, seed))
+    request = replace(read_chat(body_of(case, seed)), reasoning=model.reasoning)
     chunks = list(model.chunks(str(request.prompts[0]["messages"]), seed))
-    whole = TextWriter(request, model.reasoning).whole([(0, chunk) for chunk in chunks])
-    streamed, events = _streamed(read_chat(body_of(case, seed) | {"stream": True}), model.reasoning, chunks)
+    whole = TextWriter(request).whole([(0, chunk) for chunk in chunks])
+    asked = replace(read_chat(body_of(case, seed) | {"stream": True}), reasoning=model.reasoning)
+    streamed, events = _streamed(asked, chunks)
     return json.loads(whole)["choices"][0], streamed, events
 
 
-def _streamed(
-    request: UpstreamRequest, reasoning: Reasoning, chunks: Sequence[Chunk]
-) -> tuple[dict[str, Any], list[list[int]]]:
-    writer, message = TextWriter(request, reasoning), dict[str, Any](content="", tool_calls=[])
+def _streamed(request: UpstreamRequest, chunks: Sequence[Chunk]) -> tuple[dict[str, Any], list[list[int]]]:
+    writer, message = TextWriter(request), dict[str, Any](content="", tool_calls=[])
     reason, events = None, list[list[int]]()
     for number, chunk in enumerate(chunks):
         for line in writer.events(0, [chunk]).split(b"\n\n")[:-1]:

@@ -35,21 +35,20 @@ if TYPE_CHECKING:
     from tidewheel_client.async_client import AsyncSession as AsyncSession
     from tidewheel_client.client import Client as Client
     from tidewheel_client.client import Session as Session
-    from tidewheel_client.mock_transport import MockTransport as MockTransport
     from tidewheel_client.server_pages import Figures as Figures
     from tidewheel_client.server_pages import Sample as Sample
     from tidewheel_client.stream import AsyncStream as AsyncStream
     from tidewheel_client.stream import Stream as Stream
     from tidewheel_client.transport import Ask as Ask
+    from tidewheel_client.transport import MockTransport as MockTransport
 
 # Imported on first use: the engine needs only errors, perhaps without gRPC.
 _MODULES = {
     "async_client": ("AsyncClient", "AsyncSession"),
     "client": ("Client", "Session"),
-    "mock_transport": ("MockTransport",),
     "server_pages": ("Figures", "Sample"),
     "stream": ("AsyncStream", "Stream"),
-    "transport": ("Ask",),
+    "transport": ("Ask", "MockTransport"),
 }
 __all__ = [
     *(name for name in list(globals()) if name[0].isupper() and name != "TYPE_CHECKING"),

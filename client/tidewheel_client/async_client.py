@@ -10,10 +10,10 @@ import grpc
 import msgspec
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client import codec, concurrent_map, errors, server_pages
+from tidewheel_client import codec, errors, server_pages
 from tidewheel_client.answers import Completion, Health, LoraState, Metadata, Picture
 from tidewheel_client.errors import InvalidRequest, RequestError
-from tidewheel_client.facade import AsyncEvent, WakeEvent, signed_as
+from tidewheel_client.facade import AsyncEvent, WakeEvent, in_tasks, signed_as
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.http_transport import AsyncHttpTransport
 from tidewheel_client.server_pages import Figures, ServerPages
@@ -38,7 +38,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
     _grpc: ClassVar[Callable[..., Transport]] = AsyncGrpcTransport
     _http: ClassVar[Callable[..., Transport]] = AsyncHttpTransport
     _get_page: ClassVar[Any] = staticmethod(server_pages.async_get)
-    _map: ClassVar[Callable[..., AsyncIterator[Any]]] = staticmethod(concurrent_map.in_tasks)
+    _map: ClassVar[Callable[..., AsyncIterator[Any]]] = staticmethod(in_tasks)
 
     def __init__(
         self,

@@ -4,11 +4,11 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, overload
 
-from tidewheel_client import concurrent_map, server_pages
+from tidewheel_client import server_pages
 from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient, AsyncSession, Item
 from tidewheel_client.errors import RequestError
-from tidewheel_client.facade import BlockingEvent, Facade, blocking, facing, iterate, signed_as
+from tidewheel_client.facade import BlockingEvent, Facade, blocking, facing, in_threads, iterate, signed_as
 from tidewheel_client.grpc_transport import GrpcTransport
 from tidewheel_client.http_transport import HttpTransport
 from tidewheel_client.stream import Stream
@@ -19,7 +19,7 @@ class _BlockingClient(AsyncClient):
     _grpc = GrpcTransport
     _http = HttpTransport
     _get_page = staticmethod(server_pages.blocking_get)
-    _map = staticmethod(concurrent_map.in_threads)
+    _map = staticmethod(in_threads)
 
 
 class Session(Facade[AsyncSession]):

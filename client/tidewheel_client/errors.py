@@ -6,8 +6,13 @@ with a tag, cause and remedy, make `docs/errors.md`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:  # the engine needs errors, perhaps without gRPC
+    import grpc
 
 # Names of Triton's status codes, `TRITONSERVER_ERROR_*`.
 Code = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "UNSUPPORTED", "INTERNAL"]
@@ -198,6 +203,33 @@ BY_TAG: dict[str, type[RequestError]] = {
 }
 
 _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)\Z", re.DOTALL)
+_BY_GRPC_STATUS: dict[str, type[RequestError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "NOT_FOUND": NotFound,
+    "UNIMPLEMENTED": Unsupported,
+    "UNAVAILABLE": ServerUnavailable,
+    "CANCELLED": Cancelled,
+    "RESOURCE_EXHAUSTED": PromptTooLarge,
+}
+_BY_HTTP_STATUS: dict[int, type[RequestError]] = {
+    **dict.fromkeys((401, 403), Unsupported),
+    404: NotFound,
+    413: PromptTooLarge,
+    **dict.fromkeys((502, 503, 504), ServerUnavailable),
+}
+# Triton's messages without a status, or with INTERNAL.
+_BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
+    ("has no available versions", ServerUnavailable),  # shutting down
+    ("unknown model", NotFound),
+    ("is not ready", NotFound),
+    ("Exceeds maximum queue size", Busy),
+    ("is not healthy", ServerUnavailable),
+    ("unexpected inference input", InvalidRequest),
+    ("missing required input", InvalidRequest),
+)
+_LOST = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")  # by gRPC
+_LOST_AS_SENT = "Internal error from Core"  # by grpc.aio for an unwritten request
+_RESTRICTED = "is restricted, expecting header"
 
 
 def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> RequestError:
@@ -214,3 +246,41 @@ def from_tagged(text: str) -> RequestError | None:
     if match is None:
         return None
     return from_wire(match["tag"], match["message"], int(match["retry"]) if match["retry"] else None)
+
+
+def from_text(text: str) -> RequestError:
+    return from_tagged(text) or _class_of_text(text)(text)
+
+
+def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
+    text, status = error.details() or "", error.code().name
+    if _RESTRICTED in text:
+        return Unsupported(
+            f"{text}: ask the server's operator; tidewheel serve --open-api opens what serve itself closes"
+        )
+    if status == "DEADLINE_EXCEEDED":
+        return RequestTimeout("the time limit of the request has passed")
+    if text.startswith("failed to connect"):
+        return ServerUnavailable(f"no server answers at {url}")
+    if text.startswith(("errors resolving", "DNS resolution failed")):
+        return ServerUnavailable(f"no such host: {url}")
+    is_lost = status == "UNAVAILABLE" and any(words in text for words in _LOST)
+    if is_lost or (status == "INTERNAL" and text == _LOST_AS_SENT):
+        return ServerUnavailable(f"the connection to {url} was lost ({text})")
+    cls = _BY_GRPC_STATUS.get(status) or _class_of_text(text)
+    return from_tagged(text) or cls(text or f"the call failed with {status}")
+
+
+def from_http(status: int, body: str) -> RequestError:
+    """Return the error of an HTTP answer. Its text decides before its status: Triton answers 400 to most"""
+    text = body.strip()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text.removeprefix("data:"))["error"])
+    found = from_text(text)
+    if type(found) is RequestError and status in _BY_HTTP_STATUS:
+        return _BY_HTTP_STATUS[status](text or f"the server answered with HTTP status {status}")
+    return found if text else RequestError(f"the server answered with HTTP status {status}")
+
+
+def _class_of_text(text: str) -> type[RequestError]:
+    return next((cls for part, cls in _BY_TEXT if part in text), RequestError)

@@ -12,8 +12,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
-from tidewheel_client.error_translation import from_rpc, from_text
-from tidewheel_client.errors import ServerUnavailable
+from tidewheel_client.errors import ServerUnavailable, from_rpc, from_text
 from tidewheel_client.facade import settled
 from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers, is_cancelling
 

@@ -15,8 +15,14 @@ from tritonclient.grpc import service_pb2
 
 from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
-from tidewheel_client.error_translation import from_http
-from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, RequestTimeout, ServerUnavailable
+from tidewheel_client.errors import (
+    Cancelled,
+    InvalidRequest,
+    RequestError,
+    RequestTimeout,
+    ServerUnavailable,
+    from_http,
+)
 from tidewheel_client.server_pages import from_connection
 from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, Headers, is_cancelling
 

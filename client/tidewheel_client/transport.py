@@ -1,4 +1,4 @@
-"""Interface between a client and its connection to a server.
+"""Interface between a client and its connection to a server, and a transport for tests of clients.
 
 A synchronous client's transport blocks and never suspends.
 """
@@ -6,15 +6,19 @@ A synchronous client's transport blocks and never suspends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from tritonclient.grpc import service_pb2
+
 from tidewheel_client.answers import Chunk
+from tidewheel_client.errors import RequestError, Unsupported
 
 CALL_TIMEOUT_S = 5.0
 END_S = 1.0  # of a request, after its last response
 Headers = Sequence[tuple[str, str]]
+Answer = str | Iterable[str | Chunk] | RequestError  # of a mock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +56,54 @@ class Transport(Protocol):
 def is_cancelling() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class MockTransport:
+    """Transport without a server, for tests of clients (docs/clients.md), that answers with the result of `answer`.
+
+    The result is a text, parts (texts or chunks of one sequence), or a returned or raised error. The last part's
+    finish reason is `stop` by default.
+    """
+
+    def __init__(self, answer: Callable[[Ask], Answer]) -> None:
+        self.asked: list[Ask] = []
+        self._answer = answer
+
+    def open(self, ask: Ask, timeout_s: float | None) -> Responses:  # noqa: ARG002
+        self.asked.append(ask)
+        return _MockResponses(lambda: self._answer(ask))
+
+    async def call(self, method: str, request: Any) -> Any:  # noqa: ARG002
+        """Answer `ModelReady`. Raise `Unsupported` for others."""
+        if method != "ModelReady":
+            raise Unsupported(f"a mock transport does not answer {method}")
+        return service_pb2.ModelReadyResponse(ready=True)
+
+    async def close(self) -> None:
+        pass
+
+
+class _MockResponses:
+    def __init__(self, answer: Callable[[], Answer]) -> None:
+        self._chunks = _chunks(answer)
+
+    async def receive(self) -> list[Chunk] | None:
+        chunk = next(self._chunks, None)
+        return None if chunk is None else [chunk]
+
+    def cancel(self) -> None:
+        self._chunks = iter(())
+
+    async def close(self) -> None:
+        pass
+
+
+def _chunks(answer: Callable[[], Answer]) -> Iterator[Chunk]:
+    given = answer()
+    if isinstance(given, RequestError):
+        raise given
+    parts = [given] if isinstance(given, str) else list(given)
+    for index, part in enumerate(parts, start=1):
+        chunk = part if isinstance(part, Chunk) else Chunk(text=part)
+        is_open = index == len(parts) and chunk.finish_reason is None
+        yield replace(chunk, finish_reason="stop") if is_open else chunk

@@ -13,8 +13,8 @@ import pytest
 import tidewheel_client as tc
 from tidewheel_client import Ask, AsyncClient, Chunk, Client, MockTransport
 from tidewheel_client import stream as streams
-from tidewheel_client.mock_transport import Answer
 from tidewheel_client.stream import retry_wait_s
+from tidewheel_client.transport import Answer
 
 
 def client_with(answer: Callable[[Ask], Answer], **arguments: Any) -> tuple[Client, MockTransport]:

@@ -16,8 +16,7 @@ from support.durable.worker_program import EchoTransport
 from tidewheel_client import AsyncClient, Busy, InvalidRequest, MockTransport, ServerUnavailable
 from tidewheel_client.answers import Chunk
 from tidewheel_client.errors import Draining, EngineDead
-from tidewheel_client.mock_transport import Answer
-from tidewheel_client.transport import Ask
+from tidewheel_client.transport import Answer, Ask
 from tidewheel_queue import AsyncQueue, Queue, Result, Worker, WorkerOptions
 from tidewheel_queue.redis_endpoint import QueueNames, RedisEndpoint
 from tidewheel_queue.worker_store import Batcher, StreamChunk, WorkerStore, finished

@@ -26,8 +26,7 @@ from support.triton.serving import (
     token_ids,
     wait_for,
 )
-from tidewheel_client.error_translation import from_text
-from tidewheel_client.errors import Busy, KvCacheFull
+from tidewheel_client.errors import Busy, KvCacheFull, from_text
 
 pytestmark = pytest.mark.e2e
 

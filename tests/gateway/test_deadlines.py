@@ -13,8 +13,7 @@ import pytest
 from support.gateway.running_gateway import gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, running
 from tidewheel.gateway.bodies import UpstreamRequest
-from tidewheel.gateway.triton_proxy import ProxyAttempt
-from tidewheel.gateway.upstreams import Attempt
+from tidewheel.gateway.upstreams import Attempt, ProxyAttempt
 from tidewheel_client.errors import DeadlineExceeded
 
 

@@ -1,20 +1,10 @@
-"""Figures of the gateway and of the servers behind it."""
+"""Figures of the gateway and its workers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tidewheel.gateway.counters import Counts, GatewayWorker, merge, render
-
-TEXT = """\
-# HELP f a family
-# TYPE f counter
-f{model="a"} 1
-f_bare 2
-# HELP g another
-# TYPE g gauge
-g 3e+06
-"""
+from tidewheel.gateway.counters import Counts, GatewayWorker, render
 
 
 def test_figures_of_workers(tmp_path: Path) -> None:
@@ -50,20 +40,3 @@ def test_figures_of_workers(tmp_path: Path) -> None:
     (tmp_path / "0.json").write_text("{")
     assert second.others() == [Counts()]
     GatewayWorker(tmp_path / "gone", 0, 2).publish(counts)
-
-
-def test_one_server_is_passed_on() -> None:
-    assert merge({"h:1": TEXT}) == TEXT
-
-
-def test_samples_of_several_servers_are_labelled() -> None:
-    assert merge({"h:1": TEXT, "h:2": 'f{model="a"} 4\n', "h:3": ""}).splitlines() == [
-        "# HELP f a family",
-        "# TYPE f counter",
-        'f{model="a",upstream="h:1"} 1',
-        'f_bare{upstream="h:1"} 2',
-        "# HELP g another",
-        "# TYPE g gauge",
-        'g{upstream="h:1"} 3e+06',
-        'f{model="a",upstream="h:2"} 4',
-    ]

@@ -17,9 +17,9 @@ from support.gateway.running_gateway import RunningGateway, entry, gateway_to, s
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, parameters, response, running
 from tidewheel.cli.main import main
 from tidewheel.errors import TAGS
-from tidewheel.gateway import playground_pages
+from tidewheel.gateway import web_pages
 
-FOLDER = Path(playground_pages.__file__).with_name("playground")
+FOLDER = Path(web_pages.__file__).with_name("playground")
 FILES = ["", *(f"/{path.name}" for path in FOLDER.iterdir() if path.name != "index.html"), "/errors.json"]
 needs_browser = pytest.mark.skipif(not HAS_BROWSER, reason=MISSING)
 DOT = (  # a PNG file of 1 x 1

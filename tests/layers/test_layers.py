@@ -266,7 +266,7 @@ def test_durations_are_monotonic() -> None:
         "tidewheel.frontend.ended_requests",
         "tidewheel.gateway.answers",
         "tidewheel.gateway.application",
-        "tidewheel.gateway.images",
+        "tidewheel.gateway.media",
         "tidewheel.gateway.responses",
         "tidewheel.bench.environment",
     }

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tidewheel_client.errors import Busy, RequestTimeout
-from tidewheel_client.load import locust_rows
-from tidewheel_client.load.load_options import LoadRequest, Work
-from tidewheel_client.load.locust_rows import Reporter, Timing
+from tidewheel_client.load import load_options
+from tidewheel_client.load.load_options import LoadRequest, Reporter, Timing, Work
 
 ASK = LoadRequest("a b", "high", {})
 
@@ -120,7 +119,7 @@ def test_a_whole_answer_has_no_first_token(clock: Clock) -> None:
 
 
 def test_failures_are_counted_by_tag(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    locust_rows._logged.clear()
+    load_options._logged.clear()
     event, timing = Event(), Timing(clock)
     reporter = Reporter(event, "GRPC", "demo")
     clock.now += 0.5

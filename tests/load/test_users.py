@@ -14,7 +14,7 @@ from support.gateway.running_gateway import gateway_to
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
 from support.triton.grpc_triton import say_words as say_words_over_grpc
 from support.triton.http_triton import Body, FakeHttpTriton, HttpError, error_body, one_answer, say_words
-from tidewheel_client.load.locust_rows import Timing
+from tidewheel_client.load.load_options import Timing
 
 LIMIT_S = 60
 TAGGED = "[TW-BUSY retry_after_ms=250] waiting set is full: 512 of 512 requests"

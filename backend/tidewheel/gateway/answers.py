@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
-import math
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from tidewheel.gateway.bodies import ChatBody, EmbeddingBody, GenerateBody, StreamOptions, UpstreamRequest
-from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning, ToolCall, grammar_field
+from tidewheel.gateway.bodies import ChatBody, GenerateBody, StreamOptions, UpstreamRequest
+from tidewheel.gateway.output_parser import OutputParser, ToolCall, grammar_field
 from tidewheel_client import Chunk, Completion, TokenLogprob
-from tidewheel_client.errors import InternalError, InvalidRequest
 
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -90,7 +86,7 @@ class AnswerWriter:
 
 
 class TextWriter(AnswerWriter):
-    def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
+    def __init__(self, request: UpstreamRequest) -> None:
         super().__init__(request)
         body = request.body
         assert isinstance(body, GenerateBody)
@@ -98,7 +94,6 @@ class TextWriter(AnswerWriter):
         self._is_chat = isinstance(body, ChatBody)
         self._options = body.stream_options or StreamOptions()
         self._num_logprobs: int | None = request.params.get("logprobs")
-        self._reasoning = reasoning
         self._usage = Usage()
         name, prefix = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
         self._head: Json = {
@@ -144,7 +139,7 @@ class TextWriter(AnswerWriter):
         number = index * self._body.n + part.index
         is_first = number not in self._states
         if is_first:
-            self._states[number] = _ChoiceState(parser_of(self.request, self._reasoning))
+            self._states[number] = _ChoiceState(parser_of(self.request))
         state = self._states[number]
         if part.prompt_logprobs is not None:
             self._prompt_logprobs[index] = part.prompt_logprobs
@@ -176,31 +171,22 @@ class TextWriter(AnswerWriter):
         output = state.parser.push(part.text)
         if part.finish_reason is not None:
             output += state.parser.end()
-        fields = self._message_fields(output, state)
+        calls = [self._call(call, state) for call in output.calls]
+        parts = {"content": output.content, "reasoning_content": output.reasoning, "tool_calls": calls}
+        fields = {name: value for name, value in parts.items() if value}
         if not self._body.stream:
-            return {"message": {"role": "assistant", "content": None if output.calls else "", **fields}}
-        if not fields and part.finish_reason is None:
-            return {"delta": {}}
-        role = {} if state.has_role else {"role": "assistant"}
-        state.has_role = True
-        return {"delta": {**role, **fields}}
+            return {"message": {"role": "assistant", "content": None if calls else "", **fields}}
+        if not state.has_role and (fields or part.finish_reason is not None):
+            state.has_role = True
+            fields = {"role": "assistant", **fields}
+        return {"delta": fields}
 
-    def _message_fields(self, output: ParsedOutput, state: _ChoiceState) -> Json:
-        fields: Json = {"content": output.content} if output.content else {}
-        if output.reasoning:
-            fields["reasoning_content"] = output.reasoning
-        calls = []
-        for call in output.calls:
-            state.called += [call.name] if call.id else []
-            calls.append(self._call(call, len(state.called) - 1))
-        return fields | ({"tool_calls": calls} if calls else {})
-
-    def _call(self, call: ToolCall, number: int) -> Json:
-        place = {"index": number} if self._body.stream else {}
-        if not call.id:
-            return {**place, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
-        return {**place, "id": call.id, "type": "function", "function": function}
+    def _call(self, call: ToolCall, state: _ChoiceState) -> Json:
+        named = {"name": call.name} if call.id else {}
+        state.called += named.values()
+        place = {"index": len(state.called) - 1} if self._body.stream else {}
+        function = {"function": {**named, "arguments": call.arguments}}
+        return {**place, "id": call.id, "type": "function", **function} if call.id else {**place, **function}
 
     def _logprobs(self, entries: Logprobs, state: _ChoiceState) -> Json:
         count = self._num_logprobs or 0
@@ -221,9 +207,9 @@ class TextWriter(AnswerWriter):
         }
 
 
-def parser_of(request: UpstreamRequest, reasoning: Reasoning) -> OutputParser:
+def parser_of(request: UpstreamRequest) -> OutputParser:
     """Return a parser of one sequence. An answer in a grammar has no thoughts."""
-    return OutputParser(request.calls, "off" if grammar_field(request.params) else reasoning)
+    return OutputParser(request.calls, "off" if grammar_field(request.params) else request.reasoning)
 
 
 def as_event(event: Json) -> bytes:
@@ -269,36 +255,10 @@ def _token(one: TokenLogprob) -> Json:
     return {"token": one.decoded_token, "logprob": _finite(one), "bytes": list(one.decoded_token.encode())}
 
 
-class EmbeddingWriter(AnswerWriter):
-    def whole(self, chunks: IndexedChunks) -> bytes:
-        """Raise `InvalidRequest` for more dimensions than the vectors have."""
-        body, data = self.request.body, []
-        assert isinstance(body, EmbeddingBody)
-        for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
-            if chunk.embedding is None:
-                raise InternalError(f"an input has no embedding: it ended with {chunk.finish_reason!r}")
-            vector = _shortened(chunk.embedding, body.dimensions)
-            in_base64 = body.encoding_format == "base64"
-            value = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
-            data.append({"object": "embedding", "index": index, "embedding": value})
-        usage = prompt_usage(chunks)
-        return msgspec.json.encode({"object": "list", "data": data, "model": self.request.model_id, "usage": usage})
-
-
 def prompt_usage(chunks: IndexedChunks) -> Json:
     """Return the usage of requests that generate nothing."""
     num_tokens = sum(chunk.num_input_tokens or 0 for _, chunk in chunks)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def _shortened(vector: tuple[float, ...], dimensions: int | None) -> array[float]:
-    if dimensions is None:
-        return array("f", vector)
-    if not 1 <= dimensions <= len(vector):
-        raise InvalidRequest(f"dimensions is {dimensions}: the model's embeddings have {len(vector)}")
-    kept = vector[:dimensions]
-    length = math.sqrt(sum(value * value for value in kept)) or 1.0
-    return array("f", (value / length for value in kept))
 
 
 class TokenizeWriter(AnswerWriter):

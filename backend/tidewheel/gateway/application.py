@@ -14,29 +14,17 @@ import msgspec
 from aiohttp import web
 
 from tidewheel import metrics
-from tidewheel.gateway import (
-    answers,
-    bodies,
-    encoders,
-    errors,
-    images,
-    messages,
-    playground_pages,
-    responses,
-    transcriptions,
-    triton_proxy,
-)
+from tidewheel.gateway import answers, bodies, encoders, errors, media, messages, responses, web_pages
 from tidewheel.gateway.answers import AnswerWriter
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
-from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
-from tidewheel.gateway.cross_origin import AllowedOrigins, Handler
+from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, render, series
 from tidewheel.gateway.encoders import EncoderAttempt
 from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.loras import LIST_INTERVAL_S, LoraDirectory, ServedLora
-from tidewheel.gateway.triton_proxy import ProxyAttempt
 from tidewheel.gateway.upstream import Task
-from tidewheel.gateway.upstreams import Attempt, Upstreams
+from tidewheel.gateway.upstreams import Attempt, ProxyAttempt, Upstreams
+from tidewheel.gateway.web_pages import Handler
 from tidewheel_client.errors import InternalError, InvalidRequest, RequestError, RequestTimeout, Unsupported, WrongKey
 
 BODY_S = 60.0
@@ -66,7 +54,6 @@ class _Endpoint(NamedTuple):
     tasks: Sequence[Task] = ("generate",)
     attempt: type[Attempt] = Attempt
     is_form: bool = False  # the body; else JSON
-    takes_objectives: bool = False  # of metadata and headers
     added_bytes: Callable[[bodies.Fields], int] = lambda _: 0  # to the body, by the gateway itself
 
 
@@ -91,36 +78,33 @@ class Gateway:
         self._responses = responses.ResponseStore(*([0] if self._worker.num_workers > 1 else []))
 
     def application(self) -> web.Application:
-        text = partial(answers.TextWriter, reasoning=self._options.reasoning)
-        message = partial(messages.MessageWriter, reasoning=self._options.reasoning)
-        read_stream, read_speech = partial(triton_proxy.read, stream=True), transcriptions.read_speech
-        speech = partial(_Endpoint, writer=transcriptions.TranscriptWriter, is_form=True)
+        speech = partial(_Endpoint, writer=media.TranscriptWriter, is_form=True)
         proxied = partial(_Endpoint, writer=AnswerWriter, tasks=("generate", "draw"), attempt=ProxyAttempt)
         endpoints = {
-            "/v1/chat/completions": _Endpoint(bodies.read_chat, text, takes_objectives=True),
-            "/v1/completions": _Endpoint(bodies.read_completion, text, takes_objectives=True),
-            _ANTHROPIC: _Endpoint(messages.read_messages, message, takes_objectives=True),
+            "/v1/chat/completions": _Endpoint(bodies.read_chat, answers.TextWriter),
+            "/v1/completions": _Endpoint(bodies.read_completion, answers.TextWriter),
+            _ANTHROPIC: _Endpoint(messages.read_messages, messages.MessageWriter),
             f"{_ANTHROPIC}/count_tokens": _Endpoint(messages.read_count, messages.CountWriter),
-            "/v1/embeddings": _Endpoint(bodies.read_embeddings, answers.EmbeddingWriter, ("generate", "embed")),
+            "/v1/embeddings": _Endpoint(encoders.read_embeddings, encoders.EmbeddingWriter, ("generate", "embed")),
             "/v1/rerank": _Endpoint(encoders.read_rerank, encoders.PairWriter, ("rerank",)),
             "/v1/score": _Endpoint(encoders.read_score, encoders.PairWriter, ("rerank",)),
-            "/v1/audio/transcriptions": speech(read_speech),
-            "/v1/audio/translations": speech(partial(read_speech, translate=True)),
+            "/v1/audio/transcriptions": speech(media.read_speech),
+            "/v1/audio/translations": speech(partial(media.read_speech, translate=True)),
             "/v1/images/generations": _Endpoint(
-                images.read_images, images.PictureWriter, ("draw",), images.ImageAttempt
+                media.read_images, media.PictureWriter, ("draw",), media.ImageAttempt
             ),
             "/tokenize": _Endpoint(bodies.read_tokenize, answers.TokenizeWriter),
             "/detokenize": _Endpoint(bodies.read_detokenize, answers.DetokenizeWriter),
-            "/v2/models/{model}/generate": proxied(triton_proxy.read),
-            "/v2/models/{model}/generate_stream": proxied(read_stream),
+            "/v2/models/{model}/generate": proxied(bodies.read_triton),
+            "/v2/models/{model}/generate_stream": proxied(partial(bodies.read_triton, stream=True)),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=self._options.max_body_bytes)
-        AllowedOrigins(self._options.cors_origin).install(application)
+        web_pages.allow_origins(application, self._options.cors_origin)
         application.cleanup_ctx.append(self._run)
         application.add_routes(
             [
                 *(web.post(path, partial(self._serve, endpoint)) for path, endpoint in endpoints.items()),
-                *(playground_pages.routes() if self._options.playground else [web.get("/", _front_page)]),
+                *(web_pages.playground_routes() if self._options.playground else [web.get("/", _front_page)]),
                 web.post("/v1/responses", self._respond),
                 web.get("/v1/responses/{id}", self._stored_response),
                 web.delete("/v1/responses/{id}", self._stored_response),
@@ -142,12 +126,13 @@ class Gateway:
             fields = await self._beside(size, lambda: _parse(http, body))
             size += endpoint.added_bytes(fields)
             request = await self._beside(size, lambda: account.label(endpoint.read(fields)))
-            if endpoint.takes_objectives:
+            if isinstance(request.body, bodies.GenerateBody):
                 bodies.add_objectives(request.params, fields, http.headers)
             name = http.match_info.get("model", request.body.model)
             task = await self._loras.resolve(request, name, endpoint.tasks)
             attempt = EncoderAttempt if task in ("embed", "rerank") else endpoint.attempt
             request.request_id, request.traceparent = _request_id(http, request), _traceparent(http)
+            request.reasoning = self._options.reasoning
             indices = range(len(request.prompts))
             attempts = await self._beside(size * len(indices), lambda: [attempt(request, index) for index in indices])
             writer = endpoint.writer(request)
@@ -165,8 +150,8 @@ class Gateway:
 
     async def _respond(self, http: web.Request) -> web.StreamResponse:
         turn = responses.ResponseTurn(self._responses, http["account"].tenant)
-        writer = partial(responses.ResponseWriter, turn=turn, reasoning=self._options.reasoning)
-        endpoint = _Endpoint(turn.read, writer, added_bytes=turn.num_previous_bytes, takes_objectives=True)
+        writer = partial(responses.ResponseWriter, turn=turn)
+        endpoint = _Endpoint(turn.read, writer, added_bytes=turn.num_previous_bytes)
         return await self._serve(endpoint, http)
 
     async def _stored_response(self, http: web.Request) -> web.Response:
@@ -188,7 +173,7 @@ class Gateway:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._counts[series(metrics.GATEWAY_OPEN)] += 1
-        is_page = self._options.playground and playground_pages.is_playground(request.path)
+        is_page = self._options.playground and web_pages.is_playground(request.path)
         try:
             if request.path not in self._open_paths and not is_page:
                 request["account"] = self._keys.account(_authorization(request))
@@ -196,7 +181,7 @@ class Gateway:
                 await self._upstreams.look_again()
             response = await handler(request)
             if is_page:
-                response.headers.update(playground_pages.HEADERS)
+                response.headers.update(web_pages.HEADERS)
         except RequestError as error:
             response = self._refuse(request, error)
         except web.HTTPException as error:
@@ -284,16 +269,14 @@ class Gateway:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         each = self._upstreams.each
-        texts = await asyncio.gather(*(one.metrics() for one in each))
-        of_servers = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
+        of_server = await each[0].metrics() if len(each) == 1 else ""  # an endpoint picker reads them here
         self.publish()  # or counts go back at a restart
         counts = self._current_counts()
         for others in self._worker.others():
             counts.update(others)
-        for one in self._upstreams.each:
+        for one in each:
             counts[series(metrics.UPSTREAM_READY, one.address.grpc)] = not one.not_ready
-        text = of_servers + render(counts)
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=(of_server + render(counts)).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _health(self, _: web.Request) -> web.Response:
         await self._upstreams.look_again()
@@ -334,7 +317,7 @@ async def _read_body(http: web.Request, *, is_form: bool) -> bytes | bodies.Fiel
         raise web.HTTPRequestEntityTooLarge(http.client_max_size, http.content_length or 0)
     try:
         async with asyncio.timeout(BODY_S):
-            return await (transcriptions.read_form(http) if is_form else http.read())
+            return await (media.read_form(http) if is_form else http.read())
     except TimeoutError:
         raise RequestTimeout(f"the body did not arrive within {BODY_S:g} s") from None
 

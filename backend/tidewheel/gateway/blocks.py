@@ -10,7 +10,6 @@ import msgspec
 
 from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, Usage, as_typed_event, parser_of
 from tidewheel.gateway.bodies import Body, ChatBody, Fields, RefusedFields, UpstreamRequest, read_fields
-from tidewheel.gateway.output_parser import Reasoning
 from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
 
@@ -78,9 +77,9 @@ class BlockWriter(AnswerWriter):
     last_events: Callable[[], list[Json]]
     answer: Callable[[], Json]
 
-    def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
+    def __init__(self, request: UpstreamRequest) -> None:
         super().__init__(request)
-        self._parser = parser_of(request, reasoning)
+        self._parser = parser_of(request)
         self._has_begun = False
         self.usage = Usage()
         self.blocks: list[Block] = []

@@ -6,14 +6,14 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
-from tidewheel.gateway.output_parser import ExpectedCalls, allowed_tools, forced_functions, functions_of
+from tidewheel.gateway.output_parser import ExpectedCalls, Reasoning, allowed_tools, forced_functions, functions_of
 from tidewheel.request import Priority
 from tidewheel.request_options import to_priority
 from tidewheel_client.codec import OUTPUT_FLAGS
@@ -42,6 +42,7 @@ _OBJECTIVES = ("ttft_ms", "tpot_ms", "objective_action")
 _OBJECTIVE_HEADERS = {
     "ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"), "tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
 }  # fmt: skip
+_PROMPTS = ("text_input", "input_ids", "messages")  # of Triton's calls; a router reads them
 _TOO_DEEP = "the body is nested too deep"
 _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 
@@ -132,12 +133,6 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-class EmbeddingBody(OpenAIBody, frozen=True, kw_only=True):
-    input: str | list[str | int | list[int]]
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-
-
 class _TokenizeBody(Body, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -165,6 +160,7 @@ class UpstreamRequest:
     traceparent: str = ""
     stream: bool = False
     calls: ExpectedCalls = field(default_factory=ExpectedCalls)
+    reasoning: Reasoning = "tagged"  # how the model marks its thoughts
     begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms` and `ttft_ms`
 
     @property
@@ -233,39 +229,21 @@ def _is_too_deep(fields: Fields) -> bool:
 
 
 def check_structure(data: bytes) -> None:
-    """Raise `InvalidRequest` for JSON with too many values, strings not counted."""
-    if len(data) <= _SMALL or _fits(_pieces(data)) or _fits(_outside_strings(data)):
-        return
-    raise InvalidRequest(
-        f"the body has more than {MAX_CONTAINERS} lists, objects and keys, or {MAX_ITEMS} values: send fewer"
-    )
-
-
-def _fits(pieces: Iterator[bytes]) -> bool:
-    num_containers = num_items = 0
-    for piece in pieces:
-        num_containers += sum(map(piece.count, (b"[", b"{", b":")))
-        num_items += piece.count(b",")
-        if num_containers > MAX_CONTAINERS or num_items > MAX_ITEMS:
-            return False
-    return True
-
-
-def _pieces(data: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(data):
+    """Raise `InvalidRequest` for JSON with too many values. Strings count, and not what they contain."""
+    start = num_containers = num_items = is_inside = 0
+    while len(data) > _SMALL and start < len(data):
         match = _ESCAPE.match(data, min(start + _PIECE, len(data)))
         assert match is not None
-        yield data[start : match.end()]
-        start = match.end()
-
-
-def _outside_strings(data: bytes) -> Iterator[bytes]:
-    is_inside = 0
-    for piece in _pieces(data):
+        piece, start = data[start : match.end()], match.end()
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        yield b"".join(parts[is_inside::2])
+        outside = b"".join(parts[is_inside::2])
         is_inside ^= (len(parts) - 1) & 1
+        num_containers += sum(map(outside.count, (b"[", b"{", b":")))
+        num_items += outside.count(b",")
+        if num_containers > MAX_CONTAINERS or num_items > MAX_ITEMS:
+            raise InvalidRequest(
+                f"the body has more than {MAX_CONTAINERS} lists, objects and keys, or {MAX_ITEMS} values: send fewer"
+            )
 
 
 def read_fields(
@@ -330,18 +308,12 @@ def read_chat(fields: Fields) -> UpstreamRequest:
 
 def read_completion(fields: Fields) -> UpstreamRequest:
     body, params = read_fields(fields, CompletionBody)
-    request = _generate_request(body, params, _prompts("prompt", body.prompt, MAX_PROMPTS), body.logprobs)
+    request = _generate_request(body, params, prompts_of("prompt", body.prompt, MAX_PROMPTS), body.logprobs)
     if body.echo:
         request.params["echo"] = True
         if body.logprobs is not None:
             request.params["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return request
-
-
-def read_embeddings(fields: Fields) -> UpstreamRequest:
-    body, params = read_fields(fields, EmbeddingBody)
-    prompts = [prompt | {"task": "embed"} for prompt in _prompts("input", body.input, MAX_INPUTS)]
-    return UpstreamRequest(body=body, prompts=prompts, params=params)
 
 
 def read_tokenize(fields: Fields) -> UpstreamRequest:
@@ -408,7 +380,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
 
 
-def _prompts(name: str, prompt: str | list[str | int | list[int]], limit: int) -> list[Prompt]:
+def prompts_of(name: str, prompt: str | list[str | int | list[int]], limit: int) -> list[Prompt]:
     if isinstance(prompt, str):
         return [{"text_input": prompt}]
     kinds = set(map(type, prompt))
@@ -419,3 +391,19 @@ def _prompts(name: str, prompt: str | list[str | int | list[int]], limit: int) -
     if len(kinds) > 1:
         raise InvalidRequest(f"{name} mixes texts and token ids: send a text, texts, token ids, or lists of them")
     return [{"text_input" if isinstance(item, str) else "input_ids": item} for item in prompt]
+
+
+def read_triton(fields: Fields, *, stream: bool = False) -> UpstreamRequest:
+    """Return the request of Triton's HTTP call `generate` or `generate_stream`. Raise `InvalidRequest`.
+
+    `parameters` move to the top level for API keys to check.
+    """
+    nested = fields.pop("parameters", {})
+    if not isinstance(nested, dict):
+        raise InvalidRequest("parameters must be an object of parameters")
+    if twice := sorted(nested.keys() & fields.keys()):
+        raise InvalidRequest(f"{twice[0]} stands in parameters and beside it: give it once")
+    params = fields | nested
+    prompt = {name: params.pop(name) for name in _PROMPTS if name in params}
+    check_parameters(params)
+    return UpstreamRequest(prompts=[prompt], params=params, stream=stream)

@@ -85,26 +85,3 @@ class _Collector(Collector):
 
 def render(counts: Mapping[str, int]) -> str:
     return generate_latest(_Collector({**_ZEROS, **counts})).decode()
-
-
-def merge(texts: Mapping[str, str]) -> str:
-    """Join Prometheus texts of servers: each metric once, each sample with the label `upstream`.
-
-    No parser: it would rename Triton's counters without `_total`.
-    """
-    if len(texts) == 1:
-        return next(iter(texts.values()))
-    families: dict[str, dict[str, None]] = {}  # lines, each once
-    for upstream, text in texts.items():
-        family = ""
-        for line in filter(None, text.splitlines()):
-            if line.startswith(("# HELP ", "# TYPE ")):
-                family = line.split(" ", 3)[2]
-            families.setdefault(family, {})[line if line[0] == "#" else _labelled(line, upstream)] = None
-    return "".join(f"{line}\n" for lines in families.values() for line in lines)
-
-
-def _labelled(sample: str, upstream: str) -> str:
-    name, value = sample.rsplit(" ", 1)
-    label = f'upstream="{upstream}"'
-    return f"{name[:-1]},{label}}} {value}" if name.endswith("}") else f"{name}{{{label}}} {value}"

@@ -5,22 +5,31 @@ Each text, or pair of texts, is a request of its own, which the scheduler joins 
 
 from __future__ import annotations
 
+import base64
+import math
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json, prompt_usage
-from tidewheel.gateway.bodies import MAX_INPUTS, Fields, OpenAIBody, Prompt, UpstreamRequest, read_fields
+from tidewheel.gateway.bodies import MAX_INPUTS, Fields, OpenAIBody, Prompt, UpstreamRequest, prompts_of, read_fields
 from tidewheel.gateway.upstream import Upstream
 from tidewheel.gateway.upstreams import Attempt
 from tidewheel_client import Ask, Chunk, response_codec
-from tidewheel_client.errors import InvalidRequest, PromptTooLarge
+from tidewheel_client.errors import InternalError, InvalidRequest, PromptTooLarge
 
 MAX_PAIR_CHARS = 1 << 24  # of all pairs together
 _PARAMETERS = ("deadline_ms", "priority", "soft_deadline_ms", "tenant")
 _TENSORS = {"query": "query", "text_input": "text"}  # of the encoder, by key of the prompt
+
+
+class EmbeddingBody(OpenAIBody, frozen=True, kw_only=True):
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
 
 
 class RerankBody(OpenAIBody, frozen=True, kw_only=True):
@@ -53,6 +62,12 @@ class EncoderAttempt(Attempt):
         yield [Chunk(text="", embedding=embedding, num_input_tokens=outputs["num_input_tokens"][0])]
 
 
+def read_embeddings(fields: Fields) -> UpstreamRequest:
+    body, params = read_fields(fields, EmbeddingBody)
+    prompts = [prompt | {"task": "embed"} for prompt in prompts_of("input", body.input, MAX_INPUTS)]
+    return UpstreamRequest(body=body, prompts=prompts, params=params)
+
+
 def read_rerank(fields: Fields) -> UpstreamRequest:
     body, params = read_fields(fields, RerankBody)
     return _pairs_request(body, params, "documents", [body.query] * len(body.documents), body.documents)
@@ -76,6 +91,32 @@ def _pairs_request(
         raise PromptTooLarge(f"{name} makes pairs of {size} characters: at most {MAX_PAIR_CHARS} are allowed")
     prompts: list[Prompt] = [{"query": one, "text_input": other} for one, other in zip(queries, texts, strict=True)]
     return UpstreamRequest(body=body, prompts=prompts, params=params)
+
+
+class EmbeddingWriter(AnswerWriter):
+    def whole(self, chunks: IndexedChunks) -> bytes:
+        """Raise `InvalidRequest` for more dimensions than the vectors have."""
+        body, data = self.request.body, []
+        assert isinstance(body, EmbeddingBody)
+        for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
+            if chunk.embedding is None:
+                raise InternalError(f"an input has no embedding: it ended with {chunk.finish_reason!r}")
+            vector = _shortened(chunk.embedding, body.dimensions)
+            in_base64 = body.encoding_format == "base64"
+            value = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
+            data.append({"object": "embedding", "index": index, "embedding": value})
+        usage = prompt_usage(chunks)
+        return msgspec.json.encode({"object": "list", "data": data, "model": self.request.model_id, "usage": usage})
+
+
+def _shortened(vector: tuple[float, ...], dimensions: int | None) -> array[float]:
+    if dimensions is None:
+        return array("f", vector)
+    if not 1 <= dimensions <= len(vector):
+        raise InvalidRequest(f"dimensions is {dimensions}: the model's embeddings have {len(vector)}")
+    kept = vector[:dimensions]
+    length = math.sqrt(sum(value * value for value in kept)) or 1.0
+    return array("f", (value / length for value in kept))
 
 
 class PairWriter(AnswerWriter):

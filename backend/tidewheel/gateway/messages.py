@@ -11,7 +11,6 @@ import msgspec
 from tidewheel.gateway import blocks, bodies
 from tidewheel.gateway.answers import AnswerWriter, IndexedChunks, Json
 from tidewheel.gateway.bodies import Body, Fields, RefusedFields, UpstreamRequest, read_chat, read_tokenize
-from tidewheel.gateway.output_parser import Reasoning
 from tidewheel_client import Chunk
 from tidewheel_client.errors import InvalidRequest
 
@@ -145,8 +144,8 @@ class CountWriter(AnswerWriter):
 
 
 class MessageWriter(blocks.BlockWriter):
-    def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
-        super().__init__(request, reasoning)
+    def __init__(self, request: UpstreamRequest) -> None:
+        super().__init__(request)
         self._stops: Sequence[str] = request.params.get("stop", ())
         self._found: str | None = None  # stop sequence
 

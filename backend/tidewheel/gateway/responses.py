@@ -16,7 +16,6 @@ from tidewheel.gateway import blocks
 from tidewheel.gateway.answers import Json
 from tidewheel.gateway.bodies import Effort, Fields, OpenAIBody, RefusedFields, UpstreamRequest, read_chat
 from tidewheel.gateway.errors import FieldMissing, PreviousResponseMissing
-from tidewheel.gateway.output_parser import Reasoning
 from tidewheel_client.errors import PromptTooLarge, Unsupported
 
 MAX_STORED_BYTES = 64 << 20  # of all owners
@@ -230,8 +229,8 @@ def _tool(tool: Json) -> Json:
 
 
 class ResponseWriter(blocks.BlockWriter):
-    def __init__(self, request: UpstreamRequest, turn: ResponseTurn, reasoning: Reasoning) -> None:
-        super().__init__(request, reasoning)
+    def __init__(self, request: UpstreamRequest, turn: ResponseTurn) -> None:
+        super().__init__(request)
         self._turn = turn
         self._numbers = itertools.count()
         self._created = int(time.time())

@@ -7,6 +7,9 @@ from array import array
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
+import aiohttp
+import msgspec
+
 from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
 from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.fleet.tiers import TieredRouter
@@ -14,7 +17,7 @@ from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
 from tidewheel.gateway.upstream import PROBE_S, TASKS, Task, Upstream
 from tidewheel.request import Priority
-from tidewheel_client import Ask, Chunk, codec
+from tidewheel_client import Ask, Chunk, codec, errors
 from tidewheel_client.errors import Busy, EngineDead, NotFound, RequestError, ServerUnavailable
 from tidewheel_client.stream import Arrivals
 
@@ -24,6 +27,8 @@ ALIKE_S = 1.0  # for the other prompts after an error
 BYTES_PER_TOKEN = 4  # roughly, of text; also of a token id
 CHUNK_TOKENS = 256
 _CHUNK_BYTES = CHUNK_TOKENS * BYTES_PER_TOKEN
+_HEADERS = {"Content-Type": "application/json"}
+_NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
 
 
 class NoServer(ServerUnavailable):
@@ -79,6 +84,28 @@ class Attempt:
                 num_tokens = (self.route.num_tokens - num_lora) * chunk.perf.num_cached_tokens
                 self.num_cached = num_lora + num_tokens // chunk.num_input_tokens
                 self.queue_s = (chunk.perf.first_scheduled_time_ns - chunk.perf.arrival_time_ns) / 1e9
+
+
+class ProxyAttempt(Attempt):
+    """Attempt over Triton's HTTP; each response is a list of parts of the body."""
+
+    def encode(self, params: Mapping[str, object]) -> None:
+        self.message = msgspec.json.encode({**self.request.prompts[0], **params})
+
+    async def send(self, upstream: Upstream) -> AsyncGenerator[list[bytes]]:
+        server, model = upstream.address, self.request.model
+        if not server.http:
+            raise errors.Unsupported(f"the HTTP port of {server.grpc} is not known here: name it, with http=PORT")
+        method = "generate_stream" if self.request.stream else "generate"
+        url = f"http://{server.http}/v2/models/{model}/{method}"
+        try:
+            async with upstream.http.post(url, data=self.message, timeout=_NO_LIMIT, headers=_HEADERS) as answer:
+                if not answer.ok:
+                    raise errors.from_http(answer.status, await answer.text(errors="replace"))
+                async for data in answer.content.iter_any():
+                    yield [data]
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnavailable(f"the connection to {server.http} was lost ({error})") from None
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:

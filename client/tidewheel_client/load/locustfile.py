@@ -1,4 +1,4 @@
-"""Locust file for a Tidewheel server (docs/clients.md); `locust_rows.py` explains the statistics."""
+"""Locust file for a Tidewheel server (docs/clients.md); `load_options.py` explains the statistics."""
 
 from __future__ import annotations
 

@@ -17,10 +17,8 @@ from gevent import GreenletExit
 from locust import User, task
 
 from tidewheel_client.client import Client
-from tidewheel_client.error_translation import from_text
-from tidewheel_client.errors import BY_TAG, RequestError, RequestTimeout, ServerUnavailable
-from tidewheel_client.load.load_options import LoadRequest, OptionError, Work
-from tidewheel_client.load.locust_rows import Reporter, Timing
+from tidewheel_client.errors import BY_TAG, RequestError, RequestTimeout, ServerUnavailable, from_text
+from tidewheel_client.load.load_options import LoadRequest, OptionError, Reporter, Timing, Work
 
 _INCOMPLETE = "the stream ended before its last response"
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from tidewheel_client import AsyncClient
 from tidewheel_client.answers import Chunk
-from tidewheel_client.mock_transport import MockTransport
-from tidewheel_client.transport import Ask, Responses
+from tidewheel_client.transport import Ask, MockTransport, Responses
 from tidewheel_queue import Worker, WorkerOptions
 
 

@@ -22,7 +22,7 @@ from tidewheel.bench.outcome import OfferedRequest, RequestFailed, RequestOutcom
 from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 from tidewheel.workload.arrivals import poisson_until
 from tidewheel_client import Client, RequestError, RequestTimeout, ServerUnavailable
-from tidewheel_client.error_translation import from_text
+from tidewheel_client.errors import from_text
 
 PROMPTS = (*CANARIES, *(" ".join([text] * 12) for text in CANARIES))
 MAX_TOKENS = 120

@@ -156,6 +156,16 @@ def test_batches_are_cut_to_a_slice_by_measured_time(make: Callable[..., Engine]
     assert not replay(Recording(path), scheduler_of(Recording(path).header)).difference
 
 
+@pytest.mark.parametrize(("seconds", "slow"), [(0.1, True), (0.001, False)])
+def test_an_item_longer_than_a_slice_is_named_at_load(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float,
+    slow: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(runner_module.timeit, "repeat", lambda run, number, repeat: [run() and seconds] * repeat)
+    make(buckets='{"L": [2, 4]}')
+    assert ("one item takes 100 ms, longer than a slice" in caplog.text) == slow
+
+
 def test_urgent_requests_come_first(make: Callable[..., Engine]) -> None:
     engine = make(max_num_seqs=1)
     engine.add("low", 1.0, priority=4)

@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -14,7 +15,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ModelFailed, NumericError, TidewheelError
 from tidewheel.one_shot.adapters import Adapter, load_adapter
-from tidewheel.one_shot.signature import Array, Arrays, Signature, TensorSpec
+from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Signature, TensorSpec
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 
@@ -72,8 +73,33 @@ class OneShotRunner:
         """Load the model. Raise `ConfigError`."""
         begin = time.monotonic()
         runner = cls(*load_adapter(config), config)
+        runner._try_item()
         runner.info = msgspec.structs.replace(runner.info, load_seconds=time.monotonic() - begin)
         return runner
+
+    def _try_item(self) -> None:
+        """Warn of an item that takes longer than a slice; it is one of zeros, unless only requests tell its size."""
+        sizes, slice_ms = self._signature.buckets, self._config.device_slice_ms
+        try:
+            inputs = {
+                spec.name: np.zeros(
+                    [
+                        1 if axis == spec.batch_axis or dim in sizes else int(dim)
+                        for axis, dim in enumerate(spec.dims)
+                    ],
+                    DTYPES[spec.dtype],
+                )
+                for spec in self._signature.inputs
+            }
+            item_ms = 1e3 * min(timeit.repeat(lambda: self._run([inputs]), number=1, repeat=3))
+        except Exception as error:
+            log.info("an item of zeros was not run: %s", reason_of(error))
+            return
+        if 0.0 < slice_ms < item_ms:
+            text = (
+                "one item takes %.0f ms, longer than a slice (device_slice_ms %g): other engines of the device wait"
+            )
+            log.warning(text, item_ms, slice_ms)
 
     def launch(self, batch: ScheduledBatch) -> FinishedRun:
         """Run the batch's requests, all of which are new."""

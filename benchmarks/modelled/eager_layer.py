@@ -25,9 +25,8 @@ from modelled.roofline import SHAPES, Shape
 from modelled.stub_driver import Launches, stub_driver
 from tidewheel.models import decoder
 from tidewheel.models import linear as linear_layers
-from tidewheel.models.architectures import ModelConfig
+from tidewheel.models.architectures import ModelConfig, RopeConfig
 from tidewheel.models.causal_lm import KVLayer, TokenLocations
-from tidewheel.models.rope_table import RopeConfig
 from tidewheel_kernels import AttentionMetadata, choice
 
 MODELS = ("qwen3-0.6b", "llama-3.1-8b")

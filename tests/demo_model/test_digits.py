@@ -10,7 +10,7 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.one_shot.adapters import load_adapter, with_kind
-from tidewheel.one_shot.step_options import StepOptions
+from tidewheel.one_shot.signature import StepOptions
 from train_demo_model import ROOT
 
 pytest.importorskip("diffusers")

@@ -134,5 +134,5 @@ def test_targets_of_few_layers_need_a_head_that_names_its_layers(tmp_path: Path)
 def test_heads_that_do_not_fit_the_memory_are_refused(
     find: Callable[..., Eagle3Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidewheel.models.weights.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("tidewheel.models.loader.available_host_bytes", lambda: 1000)
     assert "the weights need" in refusal(find)

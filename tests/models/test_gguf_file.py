@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from support.models import tiny_models
 from support.models.gguf_files import F32, blocks, gguf_name, tensors_of, write_gguf, write_model
 from tidewheel.errors import ConfigError
-from tidewheel.models import gguf_blocks
+from tidewheel.models import gguf_file
 from tidewheel.models.gguf_file import GGUFFile
 from tidewheel.models.linear import GroupFormat
 from tidewheel.models.weight_source import uncounted
@@ -41,7 +41,7 @@ def copied(source: GGUFFile, name: str, dtype: torch.dtype = torch.float32) -> t
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.name)
 def test_groups_have_the_values_of_the_reference(tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_blocks, "PIECE_BLOCKS", 7)
+    monkeypatch.setattr(gguf_file, "PIECE_BLOCKS", 7)
     raw = blocks(kind, 41, 512)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
     source = one_matrix(tmp_path, raw, kind)
@@ -70,7 +70,7 @@ def test_groups_have_the_values_of_the_reference(tmp_path: Path, kind: Kind, mon
 def test_floats_are_those_of_the_reference(
     tmp_path: Path, kind: Kind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_blocks, "PIECE_BLOCKS", 7)
+    monkeypatch.setattr(gguf_file, "PIECE_BLOCKS", 7)
     raw = blocks(kind, 41, 512)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, kind)).to(dtype)
     assert torch.equal(copied(one_matrix(tmp_path, raw, kind), UP, dtype), expected)

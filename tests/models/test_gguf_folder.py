@@ -16,12 +16,11 @@ from support.models import tiny_models
 from support.models.gguf_files import F32, write_gguf, write_model
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.models.architectures import ModelConfig, native_traits, parse_config
+from tidewheel.models.architectures import ModelConfig, RopeConfig, inverse_frequencies, native_traits, parse_config
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.gguf_folder import model_config
 from tidewheel.models.gguf_header import read_header
 from tidewheel.models.model_folder import cached_folder, read_config, resolve_folder
-from tidewheel.models.rope_table import RopeConfig, inverse_frequencies
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from gguf.constants import TokenType
 from support.frontend.tokenizers_on_the_spot import SPECIAL, TEXT, byte_fallback_bpe, byte_level_bpe
 from support.models.gguf_files import byte_vocabulary, vocabulary_of
 from tidewheel.models.config_fields import ConfigFields
-from tidewheel.models.gguf_tokenizer import tokenizer_files
+from tidewheel.models.gguf_folder import tokenizer_files
 
 TEXTS = [
     *TEXT[:4],

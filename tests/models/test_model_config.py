@@ -12,7 +12,7 @@ from support.models import tiny_models
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, ModelConfig, native_traits, parse_config
 from tidewheel.models.config_fields import ConfigFields
-from tidewheel.models.model_folder import architecture, checkpoint_dtype, read_config
+from tidewheel.models.model_folder import checkpoint_dtype, read_config
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,7 +36,7 @@ def saved(model: PreTrainedModel, folder: Path) -> ModelConfig:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     fields = read_config(folder)
-    return parse_config(fields, NATIVE[architecture(fields)])
+    return parse_config(fields, NATIVE[fields.architecture])
 
 
 def test_defaults_of_an_old_llama() -> None:

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.architectures import RopeConfig, cos_sin_table, inverse_frequencies, parse_rope
 from tidewheel.models.config_fields import ConfigFields
-from tidewheel.models.rope_table import RopeConfig, cos_sin_table, inverse_frequencies, parse_rope
 
 HEAD_DIM = 128
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from support.models import tiny_models
 from support.models.loading import loaded
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models import weights
-from tidewheel.models.weights import check_weights_fit
+from tidewheel.models import loader
+from tidewheel.models.loader import check_weights_fit
 from tidewheel.settings import GIB
 
 CUDA = torch.device("cuda", 0)
@@ -54,7 +54,7 @@ def test_what_would_fit_is_said(
 def test_what_would_fit_into_four_gib_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch, needed: int, dtype: torch.dtype, advice: str
 ) -> None:
-    monkeypatch.setattr(weights, "available_host_bytes", lambda: 4 * GIB)
+    monkeypatch.setattr(loader, "available_host_bytes", lambda: 4 * GIB)
     with pytest.raises(ConfigError, match=f"{needed}.0 GiB as .*, and 4.0 GiB of host memory are free: {advice}"):
         check_weights_fit(needed * GIB, dtype, torch.device("cpu"))
     check_weights_fit(4 * GIB, dtype, torch.device("cpu"))
@@ -68,7 +68,7 @@ def test_what_would_fit_into_four_gib_of_a_cpu(
     ],
 )
 def test_weights_that_would_fit_rounded(monkeypatch: pytest.MonkeyPatch, free: int, advice: str) -> None:
-    monkeypatch.setattr(weights, "available_host_bytes", lambda: free * GIB)
+    monkeypatch.setattr(loader, "available_host_bytes", lambda: free * GIB)
     with pytest.raises(ConfigError, match=advice):
         check_weights_fit(15 * GIB, torch.bfloat16, torch.device("cpu"), can_round=True)
 

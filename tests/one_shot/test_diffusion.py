@@ -14,8 +14,7 @@ import torch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.one_shot.adapters import load_adapter, with_kind
-from tidewheel.one_shot.signature import Array
-from tidewheel.one_shot.step_options import StepOptions
+from tidewheel.one_shot.signature import Array, StepOptions
 
 diffusers: Any = pytest.importorskip("diffusers")
 ONE_LEVEL = 1  # of 255: sums of a batch are rounded in another order

@@ -27,8 +27,7 @@ from tidewheel.frontend.tensor_reader import TensorOutputs, TensorReader, encode
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.one_shot.iterative import IterativeRunner
 from tidewheel.one_shot.shared_tensors import PackedTensors
-from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
-from tidewheel.one_shot.step_options import StepOffer, StepOptions
+from tidewheel.one_shot.signature import Arrays, Signature, StepOffer, StepOptions, TensorSpec
 from tidewheel.request import FinishReason, Request
 
 RAISES, BREAKS, UNDECODABLE, UNPREPARED = 100, 101, 102, 103  # labels

@@ -15,7 +15,7 @@ from support.runner.step_loop import StepLoop
 from tidewheel.config import CacheDType, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.linear import InvariantLinear
-from tidewheel.models.loader import check_through_transformers
+from tidewheel.models.loader import OFFERED_THROUGH_TRANSFORMERS, refuse_others
 from tidewheel.runner import device, loading
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel_kernels.attention import _INVARIANT, _OP
@@ -38,9 +38,10 @@ def test_kernels_that_do_not_promise_it_are_refused(config: EngineConfig, monkey
 
 
 def test_models_that_run_through_transformers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="deterministic is true: GPT2LMHeadModel runs through transformers"):
-        check_through_transformers(EngineConfig(model="m", deterministic=True), "GPT2LMHeadModel")
-    check_through_transformers(EngineConfig(model="m"), "GPT2LMHeadModel")
+    offered = OFFERED_THROUGH_TRANSFORMERS
+    with pytest.raises(ConfigError, match="deterministic is true: GPT2 runs through transformers"):
+        refuse_others(EngineConfig(model="m", deterministic=True), offered, "GPT2 runs through transformers")
+    refuse_others(EngineConfig(model="m"), offered, "GPT2 runs through transformers")
 
 
 @pytest.mark.parametrize("tied", [False, True])

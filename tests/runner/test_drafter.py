@@ -18,7 +18,7 @@ from support.runner.step_loop import GREEDY, StepLoop, poison, request
 from tidewheel.batch import NO_DRAFT, NOT_DRAFTED, Int32Array, RowArray, SampledTokens, ScheduledBatch, accepted
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models import weights
+from tidewheel.models import loader
 from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.request import Request
 from tidewheel.runner.drafter import Drafter
@@ -319,6 +319,6 @@ def test_drafts_that_cannot_be_are_refused_in_one_line(
 
 def test_a_draft_model_that_does_not_fit_is_refused_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights_bytes = ModelRunner.load(settings(model)).info.weights_bytes
-    monkeypatch.setattr(weights, "available_host_bytes", lambda: 2 * weights_bytes - 1)
+    monkeypatch.setattr(loader, "available_host_bytes", lambda: 2 * weights_bytes - 1)
     ModelRunner.load(settings(model))
     assert refusal(drafted_by(model, model)).startswith(f"draft_model is {model}: its weights and the model's need ")

@@ -21,10 +21,9 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import linear as linear_layers
-from tidewheel.models.architectures import ModelConfig
+from tidewheel.models.architectures import ModelConfig, RopeConfig
 from tidewheel.models.causal_lm import ModelShape, no_progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.rope_table import RopeConfig
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks

@@ -15,7 +15,7 @@ import numpy as np
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.errors import Busy, InternalError, TidewheelError, WaitingSetFull, from_wire
 from tidewheel.one_shot.shared_tensors import PackedTensors
-from tidewheel.one_shot.step_options import StepOptions
+from tidewheel.one_shot.signature import StepOptions
 from tidewheel.request import FinishReason, Pooling, Request, WeightsUsed
 from tidewheel.request_options import RequestOptions
 from tidewheel.runner.info import RunnerInfo

@@ -14,8 +14,7 @@ from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.grammar import RowGrammar, TokenGrammar
 from tidewheel.lora import Lora
 from tidewheel.one_shot.shared_tensors import PackedTensors
-from tidewheel.one_shot.signature import Arrays
-from tidewheel.one_shot.step_options import StepOptions
+from tidewheel.one_shot.signature import Arrays, StepOptions
 from tidewheel.parameters import check_count
 from tidewheel.request import Request
 from tidewheel.request_options import RequestOptions

@@ -22,8 +22,7 @@ from tidewheel.frontend.request_parameters import (
     parse_parameters,
 )
 from tidewheel.frontend.request_reader import PreparedRequest
-from tidewheel.one_shot.signature import Array, Arrays
-from tidewheel.one_shot.step_options import StepOptions
+from tidewheel.one_shot.signature import Array, Arrays, StepOptions
 from tidewheel.parameters import fields_of
 from tidewheel.request import FinishReason
 from tidewheel.sampling import SamplingParams

@@ -56,6 +56,13 @@ class ConfigFields:
             raise self.error(key, "a list of texts")
         return tuple(value)
 
+    @property
+    def architecture(self) -> str:
+        names = self.texts("architectures")
+        if len(names) != 1:
+            raise self.error("architectures", "a list of one name")
+        return names[0]
+
     def error(self, key: str, wanted: str) -> ConfigError:
         if key not in self.values:
             return ConfigError(f"{self.where}: {key} is missing")

@@ -8,11 +8,9 @@ from copy import copy
 import torch
 
 from tidewheel.batch import WeightVariant
-from tidewheel.models.architectures import ModelConfig
-from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
+from tidewheel.models.architectures import ModelConfig, cos_sin_table
+from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, NativeModel, TokenLocations
 from tidewheel.models.linear import Linear, Weights
-from tidewheel.models.native_model import NativeModel
-from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from tidewheel_kernels.decode_layers import DecodeLayers, HeadShape, LayerWeights, fits_decode_layers
 from tidewheel_kernels.lora import LoraGroups, LoraSizes, lora_stack

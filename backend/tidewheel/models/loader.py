@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +11,12 @@ import torch
 
 from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import ModelConfig, check_num_ranks, native_traits, parse_config
-from tidewheel.models.causal_lm import CausalLM, Progress
+from tidewheel.models.architectures import check_num_ranks, native_traits, parse_config
+from tidewheel.models.causal_lm import CausalLM, NativeModel, Progress
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.linear import GroupFormat
-from tidewheel.models.model_folder import architecture, checkpoint_dtype, gguf_file_of
-from tidewheel.models.native_model import NativeModel
+from tidewheel.models.model_folder import checkpoint_dtype, gguf_file_of
 from tidewheel.models.quantized_checkpoint import QuantizedFolder, quantization_layout
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import (
@@ -28,12 +27,21 @@ from tidewheel.models.weight_source import (
     check_names,
     format_choice,
 )
-from tidewheel.models.weights import check_weights_fit
 from tidewheel.models.whisper import WHISPER, Whisper, parse_whisper
 from tidewheel.runner.device import check_quantization, resolve_cache_dtype, resolve_dtype
+from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.settings import shown_bytes
 
 logger = logging.getLogger(__name__)
 STAGE = "weights"
+OFFERED_BY_WHISPER: Mapping[str, Sequence[object]] = {
+    "deterministic": (False,), "kv_cache_dtype": ("auto", "int8"), "tensor_parallel_size": (1,),
+    "enable_lora": (False,), "speculation": ("none", "prompt_lookup"),
+}  # fmt: skip
+OFFERED_THROUGH_TRANSFORMERS: Mapping[str, Sequence[object]] = {
+    "quantization": ("auto", "none"), "pressure_quantization": ("none",), "deterministic": (False,),
+    "tensor_parallel_size": (1,), "enable_lora": (False,),
+}  # fmt: skip
 
 
 class ModelPlan(NamedTuple):
@@ -115,7 +123,7 @@ def open_checkpoint(folder: Path, fields: ConfigFields, expected: Collection[str
         from tidewheel.models.gguf_file import GGUFFile
 
         if not expected:
-            raise ConfigError(f"{file}: {architecture(fields)} is not served of GGUF files: take its safetensors")
+            raise ConfigError(f"{file}: {fields.architecture} is not served of GGUF files: take its safetensors")
         return GGUFFile(file)
     source, layout = SafetensorsFolder(folder), quantization_layout(folder, fields)
     return source if layout is None else QuantizedFolder(source, layout, expected)
@@ -129,59 +137,50 @@ def plan_model(
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
-    name, traits = architecture(fields), native_traits(fields)
+    name, traits = fields.architecture, native_traits(fields)
     plan = partial(ModelPlan, folder, fields, config, device, dtype, cache_dtype, name)
-    if traits is not None or name == WHISPER:
-        kind: type[NativeModel] = Decoder if traits is not None else Whisper
-        shape = parse_whisper(fields) if traits is None else parse_config(fields, traits)
-        if traits is None:
-            offered = {
-                "deterministic": (False,), "kv_cache_dtype": ("auto", "int8"), "tensor_parallel_size": (1,),
-                "enable_lora": (False,), "speculation": ("none", "prompt_lookup"),
-            }  # fmt: skip
-            cause = (
-                f"{WHISPER} has no batch-invariant products, no scales for fp8, no draft models, and layers without "
-                "shards or LoRA"
-            )
-            refuse_others(config, offered, cause)
-        if isinstance(shape, ModelConfig):
-            check_num_ranks(shape, shard.num_ranks)
-        max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
-        format_of = format_choice(config.quantization)
-        make = partial(kind, shape, max_model_len=1, dtype=dtype, device=torch.device("meta"), format_of=format_of)
-        native = make()
-        rank_native = native if shard.num_ranks == 1 else make(shard=shard)
-        for layer in rank_native.to_fill:
-            layer.check_size(layer.format, "quantization")
-        if config.pressure_quantization != "none":
-            rank_native.plan_copies(ROUNDED[config.pressure_quantization])
-        return plan(max_model_len, native, shard=shard, rank_native=rank_native)
-    # Importing transformers takes seconds.
-    from tidewheel.models.transformers_model import transformers_config
+    if name == WHISPER:
+        cause = "no batch-invariant products, no scales for fp8, no draft models, and layers without shards or LoRA"
+        refuse_others(config, OFFERED_BY_WHISPER, f"{WHISPER} has {cause}")
+        shape: Any = parse_whisper(fields)
+    elif traits is not None:
+        shape = parse_config(fields, traits)
+        check_num_ranks(shape, shard.num_ranks)
+    else:  # importing transformers takes seconds
+        from tidewheel.models.transformers_model import transformers_config
 
-    check_through_transformers(config, name)
-    cls, hf_config = transformers_config(fields)
-    context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
-    if context == "auto":
-        raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
-    return plan(resolve_max_model_len(config.max_model_len, context), None, (cls, hf_config))
+        cause = f"{name} runs through transformers, whose weights and products stay as they are"
+        refuse_others(config, OFFERED_THROUGH_TRANSFORMERS, cause)
+        cls, hf_config = transformers_config(fields)
+        context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
+        if context == "auto":
+            raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
+        return plan(resolve_max_model_len(config.max_model_len, context), None, (cls, hf_config))
+    make: Callable[..., NativeModel] = partial(
+        Whisper if name == WHISPER else Decoder, shape, max_model_len=1, dtype=dtype, device=torch.device("meta"),
+        format_of=format_choice(config.quantization),
+    )  # fmt: skip
+    native = make()
+    rank_native = native if shard.num_ranks == 1 else make(shard=shard)
+    for layer in rank_native.to_fill:
+        layer.check_size(layer.format, "quantization")
+    if config.pressure_quantization != "none":
+        rank_native.plan_copies(ROUNDED[config.pressure_quantization])
+    max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
+    return plan(max_model_len, native, shard=shard, rank_native=rank_native)
 
 
 def load_model(plan: ModelPlan, source: WeightSource, progress: Progress) -> CausalLM:
     """Load the model. Raise `ConfigError`."""
     way = "through transformers" if plan.native is None else "on the native decoder"
     logger.info("%s runs %s", plan.architecture, way)
-    if plan.native is not None:
-        return _load_native(plan, source, progress)
-    from tidewheel.models.transformers_model import load_transformers_model
+    if plan.native is None:
+        from tidewheel.models.transformers_model import load_transformers_model
 
-    seed = plan.config.seed if isinstance(source, RandomWeights) else None
-    model = load_transformers_model(*plan.through_transformers, plan.folder, seed, plan.dtype, plan.device)
-    progress(STAGE, 1.0)
-    return model
-
-
-def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> CausalLM:
+        seed = plan.config.seed if isinstance(source, RandomWeights) else None
+        model = load_transformers_model(*plan.through_transformers, plan.folder, seed, plan.dtype, plan.device)
+        progress(STAGE, 1.0)
+        return model
     try:
         decoder = plan.decoder(source, plan.device)
     except RuntimeError as error:  # the CPU allocator raises it, and CUDA a subclass
@@ -204,15 +203,6 @@ def _load_native(plan: ModelPlan, source: WeightSource, progress: Progress) -> C
     return decoder
 
 
-def check_through_transformers(config: EngineConfig, architecture: str) -> None:
-    offered: dict[str, Sequence[object]] = {
-        "quantization": ("auto", "none"), "pressure_quantization": ("none",), "deterministic": (False,),
-        "tensor_parallel_size": (1,), "enable_lora": (False,),
-    }  # fmt: skip
-    cause = f"{architecture} runs through transformers, whose weights and products stay as they are"
-    refuse_others(config, offered, cause)
-
-
 def refuse_others(
     config: EngineConfig, offered: Mapping[str, Sequence[object]], cause: str, remedy: str = ""
 ) -> None:
@@ -229,3 +219,39 @@ def resolve_max_model_len(wanted: MaxModelLen, context: int) -> int:
     if wanted > context:
         raise ConfigError(f"max_model_len is {wanted}: the model was made for at most {context} tokens")
     return wanted
+
+
+BYTES_OF_ROUNDED = {"int8": 17 / 16, "int4": 5 / 8}  # of a weight, with scales and minimums
+
+
+def check_weights_fit(
+    num_bytes: int, dtype: torch.dtype, device: torch.device, *, can_round: bool = False, name: str = "the weights"
+) -> None:
+    """Raise `ConfigError`, with what would fit, if weights exceed free memory; `can_round`: `quantization` helps."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"
+    else:
+        free = total = available_host_bytes()
+        room = f"{shown_bytes(free)} of host memory are free"
+    if num_bytes > free:
+        needed = f"{name} need {shown_bytes(num_bytes)} as {str(dtype).removeprefix('torch.')}"
+        raise ConfigError(
+            f"{needed}, and {room}: {_what_would_fit(num_bytes, dtype, free, total, device, can_round)}"
+        )
+
+
+def _what_would_fit(
+    num_bytes: int, dtype: torch.dtype, free: int, total: int, device: torch.device, can_round: bool
+) -> str:
+    halved = num_bytes * torch.bfloat16.itemsize // dtype.itemsize
+    if dtype.itemsize > torch.bfloat16.itemsize and halved <= free:
+        return f"set dtype to 'bfloat16', which needs {shown_bytes(halved)}"
+    for name, share in BYTES_OF_ROUNDED.items() if can_round else ():
+        if (rounded := int(num_bytes / dtype.itemsize * share)) <= free:
+            return f"set quantization to {name!r}, which needs about {shown_bytes(rounded)}"
+    if device.type == "cpu":
+        return "use a machine or a container with more memory, or a smaller model"
+    if num_bytes <= total:
+        return f"{shown_bytes(total - free)} are in use; stop what else runs on this GPU, or use another"
+    return f"use a GPU with more than {shown_bytes(num_bytes)}"

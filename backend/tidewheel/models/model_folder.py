@@ -34,13 +34,6 @@ def read_config(folder: Path) -> ConfigFields:
     return fields
 
 
-def architecture(fields: ConfigFields) -> str:
-    names = fields.texts("architectures")
-    if len(names) != 1:
-        raise fields.error("architectures", "a list of one name")
-    return names[0]
-
-
 def checkpoint_dtype(fields: ConfigFields) -> str | None:
     name = fields.values.get("dtype") or fields.values.get("torch_dtype")
     return name if isinstance(name, str) and name in DTYPE_NAMES else None

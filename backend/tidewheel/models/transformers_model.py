@@ -20,7 +20,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, check_offered, not_offered
 from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
 from tidewheel.models.config_fields import ConfigFields
-from tidewheel.models.model_folder import architecture, one_line
+from tidewheel.models.model_folder import one_line
 from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
 from tidewheel.models.weight_source import named
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
@@ -206,7 +206,7 @@ class TransformersModel:
 
 
 def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
-    name = architecture(fields)
+    name = fields.architecture
     offered = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if not any(name in ((names,) if isinstance(names, str) else names) for names in offered):
         raise ConfigError(

@@ -12,10 +12,9 @@ from torch.nn.functional import conv1d, embedding, gelu, layer_norm, scaled_dot_
 from tidewheel.audio_file import SAMPLES_PER_POSITION, SAMPLING_RATE
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import MAX_HEAD_DIM, MAX_LAYERS
-from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
+from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape, NativeModel
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.linear import Weights
-from tidewheel.models.native_model import NativeModel
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 WHISPER = "WhisperForConditionalGeneration"

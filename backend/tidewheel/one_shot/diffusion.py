@@ -18,8 +18,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.one_shot.adapters import converted
-from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
-from tidewheel.one_shot.step_options import StepOffer, StepOptions
+from tidewheel.one_shot.signature import Arrays, Signature, StepOffer, StepOptions, TensorSpec
 from tidewheel.one_shot.torch_program import take_device
 from tidewheel.regular_files import read_object
 

@@ -15,16 +15,14 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import NATIVE, ModelConfig, parse_config
+from tidewheel.models.architectures import NATIVE, ModelConfig, cos_sin_table, parse_config
 from tidewheel.models.causal_lm import AttentionInput, CausalLM, ForwardInput, KVLayer, ModelShape, TokenLocations
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.decoder import Decoder, DecoderLayer, add_norm
 from tidewheel.models.linear import Weights
-from tidewheel.models.loader import ModelPlan
-from tidewheel.models.model_folder import architecture, read_config
-from tidewheel.models.rope_table import cos_sin_table
+from tidewheel.models.loader import ModelPlan, check_weights_fit
+from tidewheel.models.model_folder import read_config
 from tidewheel.models.weight_source import SafetensorsFolder, check_names, uncounted
-from tidewheel.models.weights import check_weights_fit
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, empty_slots
 
 ARCHITECTURE, NUM_STATES = "LlamaForCausalLMEagle3", 3
@@ -63,7 +61,7 @@ class Eagle3Source(NamedTuple):
 
 def _parse(fields: ConfigFields, target: ModelConfig) -> tuple[ModelConfig, tuple[int, ...]]:
     """Return the head's sizes, and the target's layers before which it reads states. Raise `ConfigError`."""
-    if (name := architecture(fields)) != ARCHITECTURE:
+    if (name := fields.architecture) != ARCHITECTURE:
         raise ConfigError(f"{name} is no EAGLE-3 head ({ARCHITECTURE})")
     for option in ("norm_before_residual", "norm_output"):  # others have tensors of their own
         if fields.flag(option, False):

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidewheel.one_shot.signature import Signature
-from tidewheel.one_shot.step_options import StepOffer
+from tidewheel.one_shot.signature import Signature, StepOffer
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):

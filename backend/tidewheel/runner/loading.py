@@ -13,11 +13,10 @@ from tidewheel.audio_file import SAMPLES_PER_POSITION
 from tidewheel.batch import SPARE_LOGITS
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, Progress
+from tidewheel.models.causal_lm import CausalLM, NativeModel, Progress
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import STAGE, load_model, plan_model
 from tidewheel.models.model_folder import read_config, resolve_folder
-from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
 from tidewheel.models.whisper import Whisper
 from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device

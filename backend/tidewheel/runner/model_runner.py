@@ -15,10 +15,9 @@ import torch
 from tidewheel.batch import Launch, SampledTokens, ScheduledBatch, WeightVariant
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
+from tidewheel.models.causal_lm import DTYPES, CausalLM, NativeModel, Progress, no_progress
 from tidewheel.models.lora_folder import LoraFile, LoraWeights, read_lora
 from tidewheel.models.model_folder import one_line
-from tidewheel.models.native_model import NativeModel
 from tidewheel.models.shard import Shard
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of

@@ -194,10 +194,9 @@ def model_folder(data: bytes) -> None:
 def _make_model(folder: Path) -> None:
     import torch
 
-    from tidewheel.models.architectures import native_traits, parse_config
+    from tidewheel.models.architectures import cos_sin_table, native_traits, parse_config
     from tidewheel.models.decoder import Decoder
     from tidewheel.models.model_folder import checkpoint_dtype, read_config
-    from tidewheel.models.rope_table import cos_sin_table
     from tidewheel.models.transformers_model import transformers_config
     from tidewheel.runner.device import resolve_dtype
 

@@ -95,11 +95,18 @@ static void multiply_any_few(
     }
 }
 
+/* Memory to fetch between passes, which leave it idle. */
+typedef struct Fetches {
+    void (*fetch_some)(struct Fetches *);
+} Fetches;
+
+INLINE int64_t passes_of(int64_t num_rows) { return (num_rows + FEW - 1) / FEW; }
+
 /* Multiply at most MOST_ROWS rows: all of them by a part of the weights while it is in the first cache. */
 INLINE void multiply_block(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, float total[][WIDE_OUTPUTS],
-    int64_t num_rows, int64_t num_vectors) {
-    const int64_t num_passes = (num_rows + FEW - 1) / FEW, share = (num_rows + num_passes - 1) / num_passes;
+    int64_t num_rows, int64_t num_vectors, Fetches *fetches) {
+    const int64_t num_passes = passes_of(num_rows), share = (num_rows + num_passes - 1) / num_passes;
     const int64_t length = num_passes > 1 ? (int64_t)PART_INPUTS : w->num_inputs;
     if (num_passes > 1) memset(total, 0, num_rows * sizeof *total);
     for (int64_t first = 0; first < w->num_inputs; first += length) {
@@ -107,6 +114,7 @@ INLINE void multiply_block(
         for (int64_t pass = 0, row = 0; row < num_rows; pass++, row += share) {
             const int64_t count = num_rows - row < share ? num_rows - row : share;
             const Part part = {first, end, pass, num_passes, length * w->block};
+            if (fetches) fetches->fetch_some(fetches);
             multiply_any_few(w, weights, x + row * x_stride, x_stride, part, total + row, count, num_vectors);
         }
     }
@@ -128,17 +136,17 @@ INLINE int64_t width_of_tile(const BlockedMatrix *w, int64_t tile) {
     return left < WIDE_OUTPUTS ? left : WIDE_OUTPUTS;
 }
 
-/* A tile's outputs of all rows. */
+/* A tile's outputs of all rows. `fetches` may be NULL. */
 INLINE void blocked_outputs(
     const BlockedMatrix *w, const element *x, int64_t x_stride, const element *bias, element *out, int64_t num_rows,
-    int64_t tile) {
+    int64_t tile, Fetches *fetches) {
     int64_t first = first_of_tile(w, tile), width = width_of_tile(w, tile), within = first % w->block;
     int64_t left = w->num_outputs - first < width ? w->num_outputs - first : width;
     const element *weights = w->weights + (first - within) * w->padded_inputs + within * PAIR;
     for (int64_t row = 0; row < num_rows && left > 0; row += MOST_ROWS) {
         int64_t count = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         float total[MOST_ROWS][WIDE_OUTPUTS];
-        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, (left + LANES - 1) / LANES);
+        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, (left + LANES - 1) / LANES, fetches);
         for (int64_t r = 0; r < count; r++)
             for (int64_t i = 0; i < left; i++)
                 out[(row + r) * w->num_outputs + first + i] =

@@ -6,6 +6,7 @@
 #include "context.h"
 #include "grouped_products.h"
 #include "lora.h"
+#include "lora_fetches.h"
 #include "rows.h"
 #include "team.h"
 
@@ -88,6 +89,13 @@ static void add_adapters(const Step *s, const LoraStack *stack, const Linear *l,
             end < num_outputs ? end : num_outputs);
 }
 
+INLINE LoraFetches fetches_of(const Step *s, int64_t layer, int linear, int64_t tile) {
+    int64_t next = layer * LINEARS + linear + 1;
+    const LoraStack *following = next < s->model->num_layers * LINEARS ? s->lora_stacks[next] : NULL;
+    const BlockedMatrix *w = s->model->layers[layer].linears[linear].blocked;
+    return lora_fetches(s->lora_groups, stack_of(s, layer, linear), following, w, tile, s->num_rows);
+}
+
 /* Not inlined: four copies of all tiles took 7 s to compile. */
 static __attribute__((noinline)) void multiply_tile_of(
     const Step *s, int64_t layer, int linear, const element *x, element *out, int64_t tile) {
@@ -99,7 +107,11 @@ static __attribute__((noinline)) void multiply_tile_of(
         else
             multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 4);
     } else {
-        blocked_outputs(l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile);
+        LoraFetches ahead;
+        int is_long = s->lora_groups && passes_of(s->num_rows) > 1;
+        if (is_long) ahead = fetches_of(s, layer, linear, tile);
+        blocked_outputs(
+            l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile, is_long ? &ahead.fetches : NULL);
     }
     const LoraStack *stack = stack_of(s, layer, linear);
     if (stack) add_adapters(s, stack, l, out, tile);

@@ -115,8 +115,6 @@ INLINE void multiply_group(
     }
 }
 
-enum { L2 = 2 }; /* locality: fetching into the first cache held up other loads */
-
 INLINE void prefetch_group(Matrix w, int64_t group, int64_t scales_at, const int num_vectors, const int bits) {
     for (int c = 0; c < num_vectors; c++)
         for (int s = 0; s < STEPS * bits / 8; s++)

@@ -8,6 +8,7 @@
 #endif
 
 enum { LANES = 16, VECTOR_BYTES = 64 };
+enum { L2 = 2 }; /* locality of a prefetch: fetching into the first cache holds up other loads */
 
 typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 typedef float floats __attribute__((vector_size(VECTOR_BYTES), aligned(4)));

@@ -1,8 +1,7 @@
 /* Products with adapters of low rank, read once: by inputs, then by outputs. */
 #include "lora.h"
 
-/* SHARES: of a thread. SHRINKS_AHEAD, EXPANDS_AHEAD: pieces of work whose matrices are fetched meanwhile. */
-enum { SHARES = 8, PIECE_OUTPUTS = 256, SHRINKS_AHEAD = 1, EXPANDS_AHEAD = 2 };
+enum { SHARES = 8 /* of a thread */, PIECE_OUTPUTS = 256, SHRINKS_AHEAD = 1 /* pieces whose matrices are fetched */ };
 
 INLINE floats add_pairs(floats sum, ints a, ints x) {
 #if defined ELEMENT_FLOAT32
@@ -122,17 +121,17 @@ INLINE ShrinkPiece shrink_piece(const LoraStack *s, int64_t piece) {
     return (ShrinkPiece){piece / per_part / s->num_parts, piece / per_part % s->num_parts, piece % per_part * LORA_RANKS};
 }
 
-/* Return the inputs' matrix of a piece from its first rank on; NULL if there is none. */
-INLINE const element *matrix_of(const LoraStack *s, const LoraGroups *g, ShrinkPiece piece) {
-    if (piece.tile >= g->num_tiles || g->slots[piece.tile] < 0) return NULL;
-    const LoraPart *p = parts_of_tile(s, g, piece.tile) + piece.part;
-    return piece.rank < p->rank ? p->a + piece.rank * s->num_inputs : NULL;
+const element *shrink_matrix(const LoraStack *s, const LoraGroups *g, int64_t piece) {
+    ShrinkPiece at = shrink_piece(s, piece);
+    if (at.tile >= g->num_tiles || g->slots[at.tile] < 0) return NULL;
+    const LoraPart *p = parts_of_tile(s, g, at.tile) + at.part;
+    return at.rank < p->rank ? p->a + at.rank * s->num_inputs : NULL;
 }
 
 void shrink_lora(
     const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, float *h, int64_t piece) {
     ShrinkPiece at = shrink_piece(s, piece);
-    const element *a = matrix_of(s, g, at), *next = matrix_of(s, g, shrink_piece(s, piece + SHRINKS_AHEAD));
+    const element *a = shrink_matrix(s, g, piece), *next = shrink_matrix(s, g, piece + SHRINKS_AHEAD);
     if (a == NULL) return;
     if (next == NULL) next = a;
     int64_t left = parts_of_tile(s, g, at.tile)[at.part].rank - at.rank, count = rows_of_tile(g, at.tile);
@@ -205,10 +204,7 @@ INLINE void expand_few(
         for (int c = 0; c < num_vectors; c++) sum[r][c] = (floats){0};
     for (int64_t k = 0; k < rank; k++, b += num_outputs) {
         floats of_b[LORA_WIDE];
-        for (int c = 0; c < num_vectors; c++) {
-            of_b[c] = load_floats(b + c * LANES, left - c * LANES);
-            __builtin_prefetch(b + (EXPANDS_AHEAD * num_vectors + c) * LANES);
-        }
+        for (int c = 0; c < num_vectors; c++) of_b[c] = load_floats(b + c * LANES, left - c * LANES);
         for (int r = 0; r < num_rows; r++)
             for (int c = 0; c < num_vectors; c++) sum[r][c] = multiply_add(sum[r][c], (floats){0} + h[r * h_stride + k], of_b[c]);
     }

@@ -58,6 +58,9 @@ INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) {
 /* Room for a @ x: [num_tiles, LORA_TILE, num_parts, max_rank]. */
 INLINE int64_t lora_width(const LoraStack *s) { return s->num_parts * s->max_rank; }
 
+/* Return the matrix of a piece, LORA_RANKS rows of a; NULL if there is none. */
+const element *shrink_matrix(const LoraStack *s, const LoraGroups *g, int64_t piece);
+
 /* Write a piece of a @ x to `h`. */
 void shrink_lora(
     const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, float *h, int64_t piece);

@@ -11,7 +11,7 @@ API void packed_linear(
     int64_t num_tiles = blocked_tiles(weights), share = num_tiles / (num_threads * SHARES) + 1;
 #pragma omp parallel for schedule(dynamic, share) num_threads(num_threads) if (num_threads > 1)
     for (int64_t tile = 0; tile < num_tiles; tile++)
-        blocked_outputs(weights, x, x_stride, bias, out, num_rows, tile);
+        blocked_outputs(weights, x, x_stride, bias, out, num_rows, tile, NULL);
 }
 
 /* Write to `holds` whether the packed weights are the `plain` ones [num_outputs, num_inputs] in the layout described. */

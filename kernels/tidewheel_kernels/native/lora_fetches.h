@@ -1,0 +1,68 @@
+/* Fetches of adapters' matrices while their base is multiplied: with many adapters, a step reads as many bytes of them
+   as of the base, and multiplies with few of its rows. */
+#pragma once
+
+#include "blocked_products.h"
+#include "lora.h"
+#include "team.h"
+
+/* First the outputs of a product's tile, then the tile's share of the inputs of the product that follows. */
+typedef struct {
+    Fetches fetches;
+    const LoraGroups *groups;
+    const LoraStack *stack, *following;    /* or NULL */
+    const char *at, *end;                  /* of the range that is being fetched */
+    int64_t part, first, width;            /* of the outputs */
+    int64_t tile, rank, piece, last_piece; /* of the next ranges */
+    int64_t num_lines;                     /* that a call fetches */
+} LoraFetches;
+
+INLINE int next_outputs(LoraFetches *f) {
+    for (; f->stack && f->tile < f->groups->num_tiles; f->tile++, f->rank = 0) {
+        const LoraPart *p = parts_of_tile(f->stack, f->groups, f->tile) + f->part;
+        if (f->rank >= p->rank) continue;
+        int64_t begin = f->part ? f->stack->ends[f->part - 1] : 0, num_outputs = f->stack->ends[f->part] - begin;
+        f->at = (const char *)(p->b + f->rank++ * num_outputs + f->first - begin);
+        f->end = f->at + f->width * sizeof(element);
+        return 1;
+    }
+    return 0;
+}
+
+INLINE int next_inputs(LoraFetches *f) {
+    while (f->piece < f->last_piece) {
+        f->at = (const char *)shrink_matrix(f->following, f->groups, f->piece++);
+        if (!f->at) continue;
+        f->end = f->at + LORA_RANKS * f->following->num_inputs * sizeof(element);
+        return 1;
+    }
+    return 0;
+}
+
+static void fetch_lora(Fetches *fetches) {
+    LoraFetches *f = (LoraFetches *)fetches;
+    for (int64_t line = 0; line < f->num_lines; line++, f->at += LINE_BYTES) {
+        if (f->at >= f->end && !next_outputs(f) && !next_inputs(f)) return;
+        __builtin_prefetch(f->at, 0, L2);
+    }
+}
+
+/* `stack` and `following`, of this and the next product, may be NULL. */
+INLINE LoraFetches lora_fetches(
+    const LoraGroups *g, const LoraStack *stack, const LoraStack *following, const BlockedMatrix *w, int64_t tile,
+    int64_t num_rows) {
+    LoraFetches f = {{fetch_lora}, g, stack, following};
+    int64_t num_calls = passes_of(num_rows) * ((w->num_inputs + PART_INPUTS - 1) / PART_INPUTS), num_bytes = 0;
+    f.first = first_of_tile(w, tile), f.width = width_of_tile(w, tile);
+    if (stack) {
+        while (f.part + 1 < stack->num_parts && stack->ends[f.part] <= f.first) f.part++;
+        num_bytes += g->num_tiles * stack->max_rank * (f.width * sizeof(element) + LINE_BYTES);
+    }
+    if (following) {
+        int64_t pieces = shrink_pieces(following, g), num_tiles = blocked_tiles(w);
+        f.piece = pieces * tile / num_tiles, f.last_piece = pieces * (tile + 1) / num_tiles;
+        num_bytes += (f.last_piece - f.piece) * LORA_RANKS * following->num_inputs * sizeof(element);
+    }
+    f.num_lines = num_bytes / LINE_BYTES / num_calls + 1;
+    return f;
+}

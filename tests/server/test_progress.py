@@ -32,16 +32,16 @@ def engines(tmp_path: Path) -> dict[str, Path]:
 def test_a_log_gets_a_line_per_stage(engines: dict[str, Path]) -> None:
     out = io.StringIO()
     progress = LoadProgress(engines, out)
-    progress.update()
+    progress.look()
     write(engines["demo"], "loading")
-    progress.update()
+    progress.look()
     write(engines["demo"], "loading", "weights", 0.1)
-    progress.update()
+    progress.look()
     write(engines["demo"], "loading", "weights", 0.7)
     write(engines["other"], "loading", "weights", 0.1)
-    progress.update()
+    progress.look()
     write(engines["demo"], "ready")
-    progress.update()
+    progress.look()
     progress.close()
     assert out.getvalue().splitlines() == ["  demo: starting", "  demo: weights", "  other: weights", "  demo: ready"]
 
@@ -51,7 +51,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(engines: dict[str, Path]) -> None:
     progress = LoadProgress(engines, out)
     for fraction in (0.0, 0.5, 1.5):
         write(engines["demo"], "loading", "weights", fraction)
-        progress.update()
+        progress.look()
     progress.close()
     for part in ("demo: weights", "  0% |", " 50% |", "100% |"):
         assert part in out.getvalue()
@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(engines: dict[str, Path]) -> None:
 def test_a_file_that_cannot_be_read_is_no_news(engines: dict[str, Path]) -> None:
     out = io.StringIO()
     (engines["demo"] / "status.json").write_text("{")
-    LoadProgress(engines, out).update()
+    LoadProgress(engines, out).look()
     assert out.getvalue() == ""
 
 
@@ -104,10 +104,10 @@ def test_a_load_says_how_long_it_takes(engines: dict[str, Path], monkeypatch: py
     out = io.StringIO()
     monkeypatch.setattr("tidewheel.server.console.FIRST_LINE_S", 0.0)
     progress = LoadProgress(engines, out)
-    progress.update()
+    progress.look()
     write(engines["demo"], "loading", "weights")
-    monkeypatch.setattr(progress, "_wait", WaitLine(out))
-    progress.update()
+    monkeypatch.setattr(progress, "_next_s", 0.0)
+    progress.look()
     assert out.getvalue().splitlines() == [
         "  tritonserver starts, 0 s so far", "  demo: weights", "  demo: weights, 0 s so far",
     ]  # fmt: skip

@@ -6,13 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
 
-from tidewheel.engine.folder import Status, read_status
+from tidewheel.engine.folder import read_status
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.health_endpoint import State
 from tidewheel.server.endpoints import DeployedModel, Endpoints, is_loopback
@@ -22,10 +21,8 @@ from tidewheel.version import __version__
 
 _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
-_FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
-_STEPS = 1000
+_BAR = "{desc} {percentage:3.0f}% |{bar:30}|"
 tqdm.monitor_interval = 0  # no thread beside one that forks
-_new_bar = partial(tqdm, total=_STEPS, bar_format=_FORMAT, leave=False)
 OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
 _DEFAULT_GRPC_PORT = 8001
 _PROMPT = "A tuple is"
@@ -59,7 +56,7 @@ class Console:
 
 
 class WaitLine:
-    """Status line, redrawn on a terminal, else printed ever more rarely."""
+    """Status line with a bar where a share is known: redrawn on a terminal, else printed ever more rarely."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
@@ -68,17 +65,25 @@ class WaitLine:
         self._next_s = FIRST_LINE_S
         self._bar: tqdm | None = None
 
-    def update(self, what: str) -> None:
-        """Show activity `what` and the elapsed seconds. Call every 0.5 s."""
+    def update(self, what: str, share: float | None = None) -> None:
+        """Show activity `what`, the share of it that is done, and the elapsed seconds. Call every 0.5 s."""
         seconds = self._clock() - self._since
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
                 if self._bar is None:
-                    self._bar = tqdm(file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True)
+                    self._bar = tqdm(total=1.0, file=self._stream, leave=False, dynamic_ncols=True)
+                self._bar.bar_format = "{desc}" if share is None else _BAR
+                self._bar.n = min(max(share or 0.0, 0.0), 1.0)
                 self._bar.set_description_str(f"  {what}, {seconds:.0f} s")
             elif seconds >= self._next_s:
                 self._next_s = 2 * seconds
-                print(f"  {what}, {seconds:.0f} s so far", file=self._stream, flush=True)
+                self.note(f"{what}, {seconds:.0f} s so far")
+
+    def note(self, text: str) -> None:
+        """Print a line, but not on a terminal."""
+        with contextlib.suppress(OSError, ValueError):
+            if not self._stream.isatty():
+                print(f"  {text}", file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -106,47 +111,27 @@ def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[N
         line.close()
 
 
-class LoadProgress:
-    """Progress of loading engines: bars on a terminal, else lines."""
+class LoadProgress(WaitLine):
+    """Progress of loading engines: their stages, with the share that the slowest has done."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
+        super().__init__(stream)
         self._engines = dict(engines)
-        self._stream = stream or sys.stderr
-        self._bars: dict[str, tqdm] = {}
-        self._stages: dict[str, str] = {}
-        self._on_terminal = self._stream.isatty()
-        self._wait = WaitLine(self._stream)  # where no bar shows the time
+        self._seen: set[str] = set()
 
-    def update(self) -> None:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            for name, folder in self._engines.items():
-                status = read_status(folder)
-                if status is not None and status.state in ("starting", "loading", "ready"):
-                    self._show(name, status)
-            if self._bars:
-                self._wait.close()
-            else:
-                loading = [f"{name}: {stage}" for name, stage in self._stages.items() if stage != "ready"]
-                self._wait.update(", ".join(loading) or "tritonserver starts")
-
-    def close(self) -> None:
-        self._wait.close()
-        for bar in self._bars.values():
-            bar.close()
-        self._bars.clear()
-
-    def _show(self, name: str, status: Status) -> None:
-        is_ready = status.state == "ready"
-        stage = "ready" if is_ready else status.stage or "starting"
-        if self._on_terminal:
-            text = f"{name}: {stage:<10}"
-            if (bar := self._bars.get(name)) is None:
-                bar = self._bars[name] = _new_bar(desc=text, file=self._stream, position=len(self._bars))
-            bar.n = _STEPS if is_ready else round(_STEPS * min(max(status.fraction, 0.0), 1.0))
-            bar.set_description_str(text)
-        elif self._stages.get(name) != stage:
-            self._stages[name] = stage
-            print(f"  {name}: {stage}", file=self._stream, flush=True)
+    def look(self) -> None:
+        loading: dict[str, float] = {}  # shares by engine and stage
+        for name, folder in self._engines.items():
+            status = read_status(folder)
+            if status is None or status.state not in ("starting", "loading", "ready"):
+                continue
+            stage = f"{name}: {'ready' if status.state == 'ready' else status.stage or 'starting'}"
+            if stage not in self._seen:
+                self._seen.add(stage)
+                self.note(stage)
+            if status.state != "ready":
+                loading[stage] = status.fraction
+        self.update(", ".join(loading) or "tritonserver starts", min(loading.values(), default=None))
 
 
 def describe_models(

@@ -286,7 +286,7 @@ class _Server:
 
     def _wait_ready(self) -> bool:
         with contextlib.closing(LoadProgress(self.plan.engines)) as progress:
-            return self.supervisor.wait_ready(self.plan.endpoints.triton.is_ready, progress.update)
+            return self.supervisor.wait_ready(self.plan.endpoints.triton.is_ready, progress.look)
 
     def _wait_gateway(self) -> None:
         if self.gateway is None:

@@ -16,8 +16,7 @@ from tidewheel.cli.cluster import _show
 from tidewheel.cli.main import main
 from tidewheel.cluster import ClusterError, control
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.cluster.control import ClusterStatus
-from tidewheel.cluster.local_ray import ClusterFolder
+from tidewheel.cluster.control import ClusterFolder, ClusterStatus
 from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
 from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
 from tidewheel.server.workdir import work_dir

@@ -10,9 +10,9 @@ import requests
 
 from support.triton.serving import wait_for
 from tidewheel.health_endpoint import READY, Readiness
-from tidewheel.server import ServeError, health
+from tidewheel.server import ServeError, run_server
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.health import STARTING, HealthMonitor
+from tidewheel.server.run_server import HealthMonitor
 from tidewheel_process.restarts import CrashLoop
 
 
@@ -29,8 +29,8 @@ class FakeWatch:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Readiness | None]:
     monkeypatch.setattr(FakeWatch, "seen", {})
-    monkeypatch.setattr(health, "EngineWatch", FakeWatch)
-    monkeypatch.setattr(health, "current_engines", lambda: [Path(name) / "current" for name in FakeWatch.seen])
+    monkeypatch.setattr(run_server, "EngineWatch", FakeWatch)
+    monkeypatch.setattr(run_server, "current_engines", lambda: [Path(name) / "current" for name in FakeWatch.seen])
     return FakeWatch.seen
 
 
@@ -58,7 +58,7 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
             answer = requests.get(f"http://127.0.0.1:{it._endpoint.port}/{path}", timeout=60)
             return answer.status_code, answer.json()["state"]
 
-        assert it.report() == STARTING
+        assert it.report().state == "starting"
         assert get() == (503, "starting")
         it.server = lambda: READY
         assert get() == (200, "ready")
@@ -74,7 +74,7 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
 
 
 def test_ready_names_the_devices_of_ranks(seen: dict[str, Readiness | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "devices_of_ranks", lambda: {"demo": ["cuda:0", "cuda:1"]})
+    monkeypatch.setattr(run_server, "devices_of_ranks", lambda: {"demo": ["cuda:0", "cuda:1"]})
     with make([True]) as it:
         url = f"http://127.0.0.1:{it._endpoint.port}"
         answers = [requests.get(f"{url}/{path}", timeout=60).json() for path in ("ready", "live")]
@@ -90,7 +90,7 @@ def test_who_is_silent_before_the_start_is_not_asked() -> None:
 
 
 def test_what_cannot_be_examined_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "current_engines", lambda: 1 / 0)
+    monkeypatch.setattr(run_server, "current_engines", lambda: 1 / 0)
     with make([True]) as it:
         it.server = lambda: READY
         wait_for(lambda: "division" in it.report().reason, 60, "the error")

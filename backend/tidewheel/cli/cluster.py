@@ -11,8 +11,7 @@ from tidewheel.cli.usage import fields_of
 
 if TYPE_CHECKING:
     from tidewheel.cluster.cluster_settings import ClusterSettings
-    from tidewheel.cluster.control import ClusterStatus
-    from tidewheel.cluster.local_ray import ClusterFolder
+    from tidewheel.cluster.control import ClusterFolder, ClusterStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +54,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.cluster import control
-    from tidewheel.cluster.local_ray import ClusterFolder
 
-    folder = ClusterFolder.here()
+    folder = control.ClusterFolder.here()
     match args.action:
         case "up":
             print(_where(args, _up(args), folder))

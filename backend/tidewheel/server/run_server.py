@@ -13,14 +13,15 @@ from typing import IO, Literal
 import msgspec
 
 from tidewheel.adapter.repository_entry import real_entry
-from tidewheel.engine.folder import CURRENT, engine_dir, read_status
+from tidewheel.engine.folder import CURRENT, current_engines, devices_of_ranks, engine_dir, label_of, read_status
+from tidewheel.engine.heartbeat import EngineWatch
 from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.gateway.gateway_options import Address, StandaloneOptions
+from tidewheel.health_endpoint import READY, HealthEndpoint, Readiness
 from tidewheel.private_dir import unwritable, write_value
 from tidewheel.server import ServeError, model_control, repository, tritonserver, workdir
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, TritonHttp, check_keys
-from tidewheel.server.health import HealthMonitor
 from tidewheel.server.model_control import ControlSocket, ModelControl
 from tidewheel.server.model_reloads import Load
 from tidewheel.server.server_log import ServerLog
@@ -29,7 +30,7 @@ from tidewheel.server.tritonserver import GOOD_DESCRIPTORS, MANY_DESCRIPTORS, Cl
 from tidewheel.server.workdir import WorkDir
 from tidewheel_process.child import Child, StartError
 from tidewheel_process.current_process import StopSignals, call_at_end_of, raise_descriptor_limit
-from tidewheel_process.restarts import RestartedChild
+from tidewheel_process.restarts import CrashLoop, RestartedChild
 
 _POLL_S = 1
 _STDIN = 0
@@ -38,6 +39,9 @@ _OWN_CONTROL = ("--model-control", "--model-repo", "--model-store", "--load-mode
 FORCED_EXIT = 130  # a shell's code for Ctrl-C
 _GATEWAY_START_S = 30.0
 _GATEWAY_DRAIN_S = 1.0  # for the last bytes of answers
+_LOOK_S = 0.2  # between two looks at the engines
+_ASK_S = 1.0  # between two requests to tritonserver
+_STARTING = Readiness("starting", "the server loads its models")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +237,62 @@ def _gateway(options: ServeOptions, supervisor: Supervisor) -> Iterator[Restarte
         yield gateway
     finally:
         gateway.child.end(2 * _GATEWAY_DRAIN_S)
+
+
+class HealthMonitor:
+    """Health endpoint of `tidewheel serve`, with threads that watch engines and tritonserver."""
+
+    def __init__(self, endpoints: Endpoints, is_live: Callable[[], bool]) -> None:
+        """Raise `ServeError` if the port is taken."""
+        self.server: Callable[[], Readiness] = lambda: _STARTING  # engines count when it is READY
+        self._is_live = is_live
+        self._watches: dict[Path, EngineWatch] = {}
+        self._seen = {"engines": READY, "tritonserver": READY}
+        self._stopped = threading.Event()
+        try:
+            self._endpoint = HealthEndpoint(endpoints.host, endpoints.health, self.report, devices_of_ranks)
+        except OSError as error:
+            raise ServeError(f"cannot listen on port {endpoints.health} (--health-port): {error.strerror}") from None
+        self._threads = [
+            threading.Thread(target=self._repeat, args=arguments, daemon=True)
+            for arguments in (("engines", self.look, _LOOK_S), ("tritonserver", self.ask, _ASK_S))
+        ]
+
+    def report(self) -> Readiness:
+        return next((one for one in (self.server(), *self._seen.values()) if not one.is_ready), READY)
+
+    def raise_if_given_up(self) -> None:
+        engines = self._seen["engines"]
+        if not engines.is_live:
+            raise CrashLoop(f"an engine is given up: {engines.reason}")
+
+    def look(self) -> Readiness:
+        """Return the worst readiness of all engines."""
+        self._watches = {link: self._watches.get(link) or EngineWatch(link) for link in current_engines()}
+        seen = [(label_of(link), watch.look()) for link, watch in self._watches.items()]
+        bad = [Readiness(one.state, f"{label}: {one.reason}") for label, one in seen if one and not one.is_ready]
+        return min(bad, key=lambda one: one.is_live, default=READY)
+
+    def ask(self) -> Readiness:
+        is_silent = self.server().is_ready and not self._is_live()
+        return Readiness("stopped", "tritonserver does not answer") if is_silent else READY
+
+    def _repeat(self, name: str, judge: Callable[[], Readiness], interval_s: float) -> None:
+        while not self._stopped.wait(interval_s):
+            try:
+                self._seen[name] = judge()
+            except Exception as error:  # unknown is not ready
+                self._seen[name] = Readiness("stopped", f"{name} cannot be examined: {error}")
+
+    def __enter__(self) -> HealthMonitor:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._threads[0].join()  # it must not outlive the run folder
+        self._endpoint.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import JSON_VERSION, UsageError, add_report_options, counted, printable
 
 if TYPE_CHECKING:
-    from tidewheel.entries.checking import CheckReport
-    from tidewheel.entries.findings import Finding
+    from tidewheel.entries.findings import CheckReport, Finding
 
 MIGRATED_SUFFIX = "_tidewheel"
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tidewheel.adapter.one_shot import contradictions, signature_of
 from tidewheel.adapter.repository_entry import (
@@ -19,35 +19,18 @@ from tidewheel.config import MODEL_NOT_SET, EngineConfig
 from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT, flattened
 from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tensors
 from tidewheel.entries.entry import CONFIG_NAME, Entry, UnreadableConfig, read_entry, served_version
-from tidewheel.entries.findings import Edit, Field, Finding, Problem, Severity, error, json_fields, place_of
+from tidewheel.entries.findings import CheckReport, Edit, Field, Finding, Problem, error, json_fields, place_of
 from tidewheel.errors import ConfigError
 from tidewheel.lora import MULTI_LORA
 from tidewheel.model_formats import foreign_format
 from tidewheel.regular_files import read_text
 from tidewheel.settings import nearest
 
-if TYPE_CHECKING:
-    from tidewheel.entries.model_rules import MemoryNeeds
-
 _UNREAD = (("schema", "error"), ("model-json", "error"))  # with these, a model that is set may not be seen
 _MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`
 
 _NAME = re.compile(r"\w+")
 _NO_MODEL = "no/model"  # stands for a model that is not set
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    checked: list[str] = field(default_factory=list)  # names of entries
-    passed_over: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    models: dict[str, str] = field(default_factory=dict)  # by name: architecture, and native or through transformers
-    kv_cache: dict[str, str] = field(default_factory=dict)  # by name: memory of a token and of the longest request
-    memory: dict[str, str] = field(default_factory=dict)  # by name: of the weights, and room for the cache
-    needs: dict[str, tuple[EngineConfig, MemoryNeeds]] = field(default_factory=dict)  # by name
-
-    def count(self, severity: Severity) -> int:
-        return sum(finding.severity == severity for finding in self.findings)
 
 
 def find_entries(path: Path) -> tuple[Path, list[str]]:
@@ -89,10 +72,10 @@ def check(path: Path, *, is_this_machine: bool = True) -> CheckReport:
     if len(report.needs) > 1:
         from tidewheel.entries.model_rules import together
 
-        report.findings.extend(_of_folder("together", "error", repository, text) for text in together(report.needs))
+        report.findings.extend(_of_folder("together", repository, error("", text)) for text in together(report.needs))
     if not report.checked and not report.count("warning"):
         message = f"nothing was checked: no entry has backend: {BACKEND!r}"
-        report.findings.append(_of_folder("backend", "warning", path, message))
+        report.findings.append(_of_folder("backend", path, Problem("warning", "", message)))
     return report
 
 
@@ -120,11 +103,11 @@ def _without_config(repository: Path) -> Iterator[Finding]:
     for folder in sorted(repository.iterdir()):
         is_entry = not folder.is_dir() or (folder / CONFIG_NAME).is_file() or versions(folder)
         if not is_entry and not folder.name.startswith("."):
-            yield _of_folder("folder", "error", folder, message)
+            yield _of_folder("folder", folder, error("", message))
 
 
-def _of_folder(rule: str, severity: Severity, folder: Path, message: str) -> Finding:
-    return Finding(rule, severity, str(folder), None, None, "", message)
+def _of_folder(rule: str, folder: Path, problem: Problem) -> Finding:
+    return Finding(rule, problem.severity, str(folder), None, None, "", problem.message)
 
 
 def _judge_files(entry: Entry) -> Iterator[Finding]:
@@ -150,7 +133,7 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
     # It imports torch, which takes seconds.
     from tidewheel.entries.model_rules import ModelJudge
 
-    judge = ModelJudge(settings.engine, is_this_machine=entry.is_this_machine)
+    judge = ModelJudge(settings.engine, report, entry.name, is_this_machine=entry.is_this_machine)
     yield from located(entry, "model", (at_setting(entry, problem) for problem in judge.problems()))
     for name, reason in judge.refused_adapters():
         if "lora_modules" in entry.settings:
@@ -158,14 +141,6 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
         else:
             problem = error(name, f"{name}: {reason}", file=entry.lora_path)
         yield from located(entry, "multi-lora", [problem])
-    if judge.needs is not None:
-        report.needs[entry.name] = (settings.engine, judge.needs)
-    if judge.implementation:
-        report.models[entry.name] = judge.implementation
-    if judge.cache_of_a_request:
-        report.kv_cache[entry.name] = judge.cache_of_a_request
-    if judge.memory:
-        report.memory[entry.name] = judge.memory
 
 
 def _judge_one_shot(entry: Entry, config: EngineConfig, report: CheckReport) -> Iterator[Problem]:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from tidewheel.config import EngineConfig
 
 Severity = Literal["error", "warning", "note"]
 
@@ -73,6 +76,34 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
     return text
 
 
+class MemoryNeeds(NamedTuple):
+    """Bytes of memory that an engine takes on this machine."""
+
+    device: str  # cpu or cuda
+    weights: int
+    cache: int
+    host: int
+    device_bytes: int = 0  # of a GPU
+
+    @property
+    def of_host(self) -> int:
+        return self.host + (self.weights + self.cache if self.device == "cpu" else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    checked: list[str] = field(default_factory=list)  # names of entries
+    passed_over: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    models: dict[str, str] = field(default_factory=dict)  # by name: architecture, and native or through transformers
+    kv_cache: dict[str, str] = field(default_factory=dict)  # by name: memory of a token and of the longest request
+    memory: dict[str, str] = field(default_factory=dict)  # by name: of the weights, and room for the cache
+    needs: dict[str, tuple[EngineConfig, MemoryNeeds]] = field(default_factory=dict)  # by name
+
+    def count(self, severity: Severity) -> int:
+        return sum(finding.severity == severity for finding in self.findings)
+
+
 class Field(NamedTuple):
     """Field of a protobuf text or key of a JSON object, as offsets into the text."""
 
@@ -113,14 +144,14 @@ def json_fields(text: str) -> tuple[Field, ...]:
 def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field, str]]:
     """Yield (path, field, path of the enclosing message), outer fields first. Instance groups are numbered."""
     counts: dict[str, int] = {}
-    for field in fields:
-        path = f"{parent}.{field.name}" if parent else field.name
-        label = next((child.value for key in _KEYS if (child := field.child(key)) is not None), "")
-        if field.fields and (label or field.name == "instance_group"):
-            path = f"{path}.{label or counts.setdefault(field.name, 0)}"
-            counts[field.name] = counts.get(field.name, 0) + 1
-        yield path, field, parent
-        yield from walk(field.fields, path)
+    for one in fields:
+        path = f"{parent}.{one.name}" if parent else one.name
+        label = next((child.value for key in _KEYS if (child := one.child(key)) is not None), "")
+        if one.fields and (label or one.name == "instance_group"):
+            path = f"{path}.{label or counts.setdefault(one.name, 0)}"
+            counts[one.name] = counts.get(one.name, 0) + 1
+        yield path, one, parent
+        yield from walk(one.fields, path)
 
 
 class _Scanner:

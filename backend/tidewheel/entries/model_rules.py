@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from tidewheel.config import EngineConfig
-from tidewheel.entries.findings import Problem, error, note, warning
+from tidewheel.entries.findings import CheckReport, MemoryNeeds, Problem, error, note, warning
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
@@ -38,32 +37,14 @@ UNKNOWN_VOCABULARY = 1 << 19  # tokens, without a size in `config.json`
 _AFTER_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
 
 
-class MemoryNeeds(NamedTuple):
-    """Bytes of memory that an engine takes on this machine."""
-
-    device: str  # cpu or cuda
-    weights: int
-    cache: int
-    host: int
-    device_bytes: int = 0  # of a GPU
-
-    @property
-    def of_host(self) -> int:
-        return self.host + (self.weights + self.cache if self.device == "cpu" else 0)
-
-
 class ModelJudge:
     """Check of an entry's model by the code that loads it, without reading weights or taking memory.
 
-    Iterating `problems` to its end sets the public attributes.
+    Iterating `problems` to its end adds what is known of the model to the report.
     """
 
-    def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
-        self.needs: MemoryNeeds | None = None
-        self.implementation = ""  # such as "LlamaForCausalLM, native"; empty: not known
-        self.cache_of_a_request = ""  # in words; empty: not known
-        self.memory = ""  # in words: of the weights, and what is left for the cache
-        self._config = config
+    def __init__(self, config: EngineConfig, report: CheckReport, name: str, *, is_this_machine: bool) -> None:
+        self._config, self._report, self._name = config, report, name
         self._is_this_machine = is_this_machine
         self._folder: Path | None = None
         self._device, self._shard = torch.device("cpu"), Shard(num_ranks=config.tensor_parallel_size)
@@ -125,7 +106,8 @@ class ModelJudge:
             self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
         self._plan = plan = plan_model(folder, fields, self._config, self._device, self._shard)
         self._vocab_size = plan.vocab_size
-        self.implementation = f"{plan.architecture}, {'through transformers' if plan.native is None else 'native'}"
+        way = "through transformers" if plan.native is None else "native"
+        self._report.models[self._name] = f"{plan.architecture}, {way}"
 
     def _open_source(self, folder: Path) -> None:
         if self._plan is not None:
@@ -150,23 +132,24 @@ class ModelJudge:
             return ()
         if (decoder := self._plan.rank_native) is not None:
             layout = CacheLayout(decoder.shape, 1, self._plan.cache_dtype)
-            self.cache_of_a_request = _cache_of_a_request(self._plan, layout)
+            self._report.kv_cache[self._name] = _cache_of_a_request(self._plan, layout)
         if not self._is_this_machine or self._source is None:
             return ()
         try:
-            self.needs, shortened, self.memory = _needs(self._plan, self._source)
+            needs, shortened, self._report.memory[self._name] = _needs(self._plan, self._source)
         except ConfigError as refusal:
             raise ConfigError(f"{refusal}{_remedy_of_ranks(self._plan, self._source)}") from None
+        self._report.needs[self._name] = self._config, needs
         return [note("", shortened)] if shortened else ()
 
     def _judge_draft(self) -> Iterator[Problem]:
-        config, plan = self._config, self._plan
+        config, plan, needs = self._config, self._plan, self._report.needs
         if config.draft_model and find_draft(config, cached_folder) is None:
             yield note("", f"draft_model is {config.draft_model!r}, which is not cached here: it was not checked")
-        elif plan is not None and self.needs is not None:
-            draft = find_draft_source(plan, beside=self.needs.weights)
-            if draft is not None:
-                self.needs = self.needs._replace(weights=self.needs.weights + draft.num_bytes)
+        elif plan is not None and self._name in needs:
+            _, beside = needs[self._name]
+            if (draft := find_draft_source(plan, beside=beside.weights)) is not None:
+                needs[self._name] = config, beside._replace(weights=beside.weights + draft.num_bytes)
         elif plan is not None and config.speculation == "draft_model":
             plan_draft(plan)
 

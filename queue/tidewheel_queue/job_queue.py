@@ -9,18 +9,7 @@ from typing import Any, ClassVar, Self
 
 from tidewheel_client.errors import Busy, InvalidRequest, NotFound, RequestTimeout
 from tidewheel_client.facade import Facade, blocking, facing, iterate, run, signed_as
-from tidewheel_queue.jobs import (
-    DeadJob,
-    EnqueuedJob,
-    Job,
-    JobCounts,
-    PackedJob,
-    Result,
-    TextChunk,
-    check_id,
-    pack,
-    unpack,
-)
+from tidewheel_queue.jobs import DeadJob, EnqueuedJob, Job, JobCounts, PackedJob, Result, TextChunk, check_id
 from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint, QueueNames, RedisEndpoint
 
 BOUND = 10_000
@@ -69,7 +58,7 @@ class AsyncQueue:
 
         A group is added whole or refused with `Busy`; earlier groups stay. Repeated ids are safe.
         """
-        packed = [pack(job) for job in jobs]
+        packed = [PackedJob.of(job) for job in jobs]
         enqueued: list[EnqueuedJob] = []
         for piece in _pieces(packed):
             fields = [field for job in piece for field in job]
@@ -140,7 +129,7 @@ class AsyncQueue:
         """Return jobs given up after too many attempts, newest first."""
         entries = await self._call(lambda: self._redis.xrevrange(self._names.dead, count=limit))
         return [
-            DeadJob(found["id"], found["reason"], int(found["attempts"]), unpack(found["job"]))
+            DeadJob(found["id"], found["reason"], int(found["attempts"]), Job.of_payload(found["job"]))
             for _, found in entries
         ]
 

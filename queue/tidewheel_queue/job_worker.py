@@ -15,17 +15,9 @@ from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient
 from tidewheel_client.errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
 from tidewheel_client.facade import AsyncEvent
-from tidewheel_queue.jobs import Job, unpack
+from tidewheel_queue.jobs import Job
 from tidewheel_queue.redis_endpoint import QueueNames, RedisEndpoint
-from tidewheel_queue.worker_store import (
-    Batcher,
-    FinishedJob,
-    SilenceWatch,
-    StreamChunk,
-    TakenJob,
-    WorkerStore,
-    finished,
-)
+from tidewheel_queue.worker_store import Batcher, FinishedJob, SilenceWatch, StreamChunk, TakenJob, WorkerStore
 
 MAX_RESULT_BYTES = 16 << 20
 _LOOK_EVERY_S = 1.0  # between takes without a message
@@ -195,7 +187,7 @@ class Worker:
 
     async def _answer(self, taken: TakenJob) -> FinishedJob | None:
         try:
-            job = unpack(taken.payload)
+            job = Job.of_payload(taken.payload)
         except InvalidRequest as error:
             return _failed(taken, error)
         attempt, busy_s = taken.attempt, 0.0
@@ -314,13 +306,13 @@ class ServerGate:
 def _done(taken: TakenJob, completion: Completion) -> FinishedJob:
     fields = {name: value for name, value in dataclasses.asdict(completion).items() if value is not None}
     del fields["request_id"], fields["index"]
-    made = finished(taken.id, "done", **fields)
+    made = FinishedJob.of(taken.id, "done", **fields)
     if len(made.result) > MAX_RESULT_BYTES:
-        return finished(
+        return FinishedJob.of(
             taken.id, "failed", error=f"the answer has {len(made.result)} bytes; {MAX_RESULT_BYTES} are kept"
         )
     return made
 
 
 def _failed(taken: TakenJob, error: RequestError) -> FinishedJob:
-    return finished(taken.id, "failed", error=error.message, tag=error.label)
+    return FinishedJob.of(taken.id, "failed", error=error.message, tag=error.label)

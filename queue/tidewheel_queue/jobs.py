@@ -42,6 +42,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # Sampling keys and output flags:
     params: Annotated[Mapping[str, object], Meta(description="it must be an object of sampling parameters")] = {}
 
+    @classmethod
+    def of_payload(cls, payload: str) -> Job:
+        """Return a stored job. Raise `InvalidRequest` if this version cannot read it."""
+        try:
+            return cls(**json.loads(payload))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"this version cannot read the job ({error})") from None
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments for `AsyncClient.stream`; the worker adds the deadline."""
@@ -61,10 +69,22 @@ class EnqueuedJob(NamedTuple):
 
 
 class PackedJob(NamedTuple):
+    """Job as stored in Redis."""
+
     id: str
     class_number: int
     payload: str
     stream: int
+
+    @classmethod
+    def of(cls, given: Job | Mapping[str, object]) -> PackedJob:
+        """Raise `InvalidRequest`."""
+        job = job_of(msgspec.structs.asdict(given) if isinstance(given, Job) else given)
+        job_id = check_id(job.id) if job.id else uuid.uuid4().hex
+        payload = _payload(job)
+        if len(payload) > MAX_JOB_BYTES:
+            raise PromptTooLarge(f"the job has {len(payload)} bytes; at most {MAX_JOB_BYTES} are kept")
+        return cls(job_id, job.priority or CLASSES.index("NORMAL") + 1, payload, int(job.stream))
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,24 +166,6 @@ def job_of(given: object) -> Job:
     return job
 
 
-def pack(given: Job | Mapping[str, object]) -> PackedJob:
-    """Return a job as stored in Redis. Raise `InvalidRequest`."""
-    job = job_of(msgspec.structs.asdict(given) if isinstance(given, Job) else given)
-    job_id = check_id(job.id) if job.id else uuid.uuid4().hex
-    payload = _payload(job)
-    if len(payload) > MAX_JOB_BYTES:
-        raise PromptTooLarge(f"the job has {len(payload)} bytes; at most {MAX_JOB_BYTES} are kept")
-    return PackedJob(job_id, job.priority or CLASSES.index("NORMAL") + 1, payload, int(job.stream))
-
-
-def unpack(payload: str) -> Job:
-    """Return a stored job. Raise `InvalidRequest` if this version cannot read it."""
-    try:
-        return Job(**json.loads(payload))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"this version cannot read the job ({error})") from None
-
-
 def read_jobs(lines: Iterable[bytes]) -> list[dict[str, object]]:
     """Parse JSON lines. Raise `InvalidRequest` with the first bad line's number.
 
@@ -193,7 +195,7 @@ def _job_of_line(number: int, line: bytes) -> dict[str, object]:
         if len(line) > 8 * MAX_JOB_BYTES:  # a character takes up to six
             raise InvalidRequest(f"it has {len(line)} bytes, too many for a job of {MAX_JOB_BYTES}")
         job = json.loads(line, parse_constant=_refuse)
-        pack(job)
+        PackedJob.of(job)
         return dict(job)
     except RequestError as error:
         reason = error.message

@@ -38,9 +38,9 @@ class FinishedJob(NamedTuple):
     state: str
     result: str  # JSON
 
-
-def finished(job_id: str, state: str, **result: Any) -> FinishedJob:
-    return FinishedJob(job_id, state, json.dumps(result, separators=(",", ":")))
+    @classmethod
+    def of(cls, job_id: str, state: str, **result: Any) -> FinishedJob:
+        return cls(job_id, state, json.dumps(result, separators=(",", ":")))
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
-from tidewheel.cli import demo
+from tidewheel.cli import usage
 from tidewheel.cli.main import main
 from tidewheel.cli.usage import printable, show
 from tidewheel.server import run_server, workdir
@@ -64,8 +64,8 @@ def test_generate_streams(triton: FakeTriton, capsys: pytest.CaptureFixture[str]
     assert asked.sampling == expected
 
 
-def test_generate_at_once_with_nothing_but_the_prompt(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("generate", "one two", "--no-stream", triton=triton) == 0
+def test_generate_with_nothing_but_the_prompt(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "one two", triton=triton) == 0
     assert capsys.readouterr().out == "one two\n"
     assert triton.asked[0].sampling == {"max_tokens": 2**31 - 1}  # what fits the context
 
@@ -144,7 +144,7 @@ def test_a_fault_in_the_thread_of_the_demo_ends_it(
         return 0
 
     monkeypatch.setattr(run_server, "serve", serve)
-    monkeypatch.setattr(demo, "show", Mock(side_effect=ValueError("broken")))
+    monkeypatch.setattr(usage, "show", Mock(side_effect=ValueError("broken")))
     with pytest.raises(ValueError, match="broken"):
         main(["demo", "--model-repository", str(tmp_path)])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import support.durable.needed  # noqa: F401
 from tidewheel_client.errors import InvalidRequest, PromptTooLarge
-from tidewheel_queue.jobs import MAX_JOB_BYTES, Job, pack, read_jobs, unpack
+from tidewheel_queue.jobs import MAX_JOB_BYTES, Job, PackedJob, read_jobs
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: (
@@ -49,28 +49,29 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
 )
 def test_wrong_jobs_are_refused(job: Any, words: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        pack(job)
+        PackedJob.of(job)
     assert words in raised.value.message
 
 
 @pytest.mark.parametrize(("name", "number"), [("critical", 1), ("High", 2), (" NORMAL", 3), ("low", 4)])
 def test_a_class_may_be_named(name: str, number: int) -> None:
-    packed = pack({"prompt": "x", "priority": name})
-    assert (packed.class_number, unpack(packed.payload).priority) == (number, number)
+    packed = PackedJob.of({"prompt": "x", "priority": name})
+    assert (packed.class_number, Job.of_payload(packed.payload).priority) == (number, number)
 
 
 def test_a_float_may_be_of_a_subclass() -> None:
     class Measured(float):  # as numpy's float64
         pass
 
-    job = unpack(pack({"prompt": "x", "deadline_ms": Measured(2.5), "session_ttl_s": Measured(9)}).payload)
+    packed = PackedJob.of({"prompt": "x", "deadline_ms": Measured(2.5), "session_ttl_s": Measured(9)})
+    job = Job.of_payload(packed.payload)
     assert (job.deadline_ms, job.session_ttl_s) == (2.5, 9)
 
 
 def test_a_job_is_bounded() -> None:
-    assert pack({"prompt": "x" * (MAX_JOB_BYTES - 13)})
+    assert PackedJob.of({"prompt": "x" * (MAX_JOB_BYTES - 13)})
     with pytest.raises(PromptTooLarge, match=f"the job has 1048577 bytes; at most {MAX_JOB_BYTES} are kept"):
-        pack({"prompt": "x" * (MAX_JOB_BYTES - 12)})
+        PackedJob.of({"prompt": "x" * (MAX_JOB_BYTES - 12)})
 
 
 @given(
@@ -83,8 +84,8 @@ def test_a_job_is_bounded() -> None:
 )
 def test_a_job_comes_back_as_it_was(**fields: Any) -> None:
     job = Job(**fields)
-    packed = pack(job)
-    assert unpack(packed.payload) == job
+    packed = PackedJob.of(job)
+    assert Job.of_payload(packed.payload) == job
     assert packed.class_number == (job.priority or 3)
     assert packed.stream == job.stream
 
@@ -92,7 +93,7 @@ def test_a_job_comes_back_as_it_was(**fields: Any) -> None:
 @given(JSON)
 def test_any_json_is_a_job_or_refused(value: object) -> None:
     try:
-        pack(value)  # type: ignore[arg-type]
+        PackedJob.of(value)  # type: ignore[arg-type]
     except InvalidRequest:
         return
     assert isinstance(value, dict)

@@ -19,7 +19,7 @@ from tidewheel_client.errors import Draining, EngineDead
 from tidewheel_client.transport import Answer, Ask
 from tidewheel_queue import AsyncQueue, Queue, Result, Worker, WorkerOptions
 from tidewheel_queue.redis_endpoint import QueueNames, RedisEndpoint
-from tidewheel_queue.worker_store import Batcher, StreamChunk, WorkerStore, finished
+from tidewheel_queue.worker_store import Batcher, FinishedJob, StreamChunk, WorkerStore
 
 FAST = WorkerOptions(concurrency=4, lease_s=60, max_attempts=3, drain_s=60, until_empty=True)
 
@@ -390,8 +390,8 @@ def test_a_worker_that_lost_its_lease_changes_nothing(place: Place, redis_folder
             assert await queue._redis.exists(names.tokens("a")) == 0
             assert (await new.beat(["a"]))[0] == []
             assert (await queue.result("a")).state == "running"
-            assert await old.finish([finished("a", "done", text="the first")]) == [True]  # which is as good
-            assert await new.finish([finished("a", "done", text="the second")]) == [False]
+            assert await old.finish([FinishedJob.of("a", "done", text="the first")]) == [True]  # which is as good
+            assert await new.finish([FinishedJob.of("a", "done", text="the second")]) == [False]
             assert (await queue.result("a")).text == "the first"
         await server.close()
 
@@ -415,7 +415,7 @@ def test_calls_whose_answers_were_lost_are_repeated_without_effect(place: Place,
                 [StreamChunk("a", 2, 1, "uno "), StreamChunk("a", 2, 2, "due")],
             ):
                 await store.emit(parts)
-            await store.finish([finished("a", "done", text="uno due")])
+            await store.finish([FinishedJob.of("a", "done", text="uno due")])
             assert await _read_tokens(queue) == [("one ", 1), ("two", 1), ("uno ", 2), ("due", 2)]
         await server.close()
 
@@ -438,7 +438,7 @@ def test_parts_of_a_job_that_was_given_back_are_told_apart(place: Place, redis_f
             assert await old.give_back() == 1
             (second,) = await new.take(1, [], gone={}, claim=True, lowest_first=False)
             await new.emit([StreamChunk("a", second.attempt, 1, "uno ")])
-            await new.finish([finished("a", "done", text="uno ")])
+            await new.finish([FinishedJob.of("a", "done", text="uno ")])
             assert await _read_tokens(queue) == [("one ", 1), ("uno ", 2)]
             assert (await queue.result("a")).attempts == 1
         await server.close()

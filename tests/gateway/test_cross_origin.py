@@ -129,4 +129,4 @@ def test_what_is_no_origin_is_refused_by_name(origin: str, capsys: pytest.Captur
 @pytest.mark.parametrize("origin", [APP, "http://[::1]:3000", "chrome-extension://abcdef", "tauri://localhost", "*"])
 def test_serve_takes_origins_with_a_gateway_alone(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "x", "--cors-origin", origin]) == 2
-    assert "--cors-origin goes with --openai-port: Triton's own ports know no origins" in capsys.readouterr().err
+    assert "--cors-origin goes with --openai-port: it is of the gateway" in capsys.readouterr().err

@@ -3,15 +3,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tidewheel.cli import usage
+from tidewheel.cli.serve import DEFAULT_REPOSITORY
 
 if TYPE_CHECKING:
+    from tidewheel.server.endpoints import Endpoints
     from tidewheel_client import Client
 
 _HELP = "Ctrl-C stops an answer, Ctrl-D ends the chat, /new starts over."
 _PROMPT = "> "
+_DEMO_MODEL = "demo"
+_DEMO_PROMPTS = ("A tuple is", "The server process", "To create a table")
+_DEMO_QUESTIONS = ("What is the capital of France?", "Name three things to see there, in one sentence.")
+_DEMO_SETTINGS = {
+    "max_model_len": "2048",
+    "kv_cache_memory_mb": "512",
+}  # enough to talk
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +86,6 @@ def _read_line() -> str | None:
 def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; without it, or with -, standard input")
     usage.add_server_options(parser)
-    parser.add_argument("--no-stream", action="store_true", help="print the answer when it is whole")
     parser.add_argument("--stats", action="store_true", help="add tokens and times, on standard error")
     usage.add_sampling_options(parser)
 
@@ -84,13 +93,8 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def run_generate(args: argparse.Namespace) -> int:
     prompt = _prompt(args.prompt)
     params = usage.sampling_params(args)
-    with usage.connect(args) as client:
-        if args.no_stream:
-            text = client.generate(prompt, **params).text  # type: ignore[arg-type]
-            print(usage.printable(text) if sys.stdout.isatty() else text)
-            return 0
-        with client.stream(prompt, **params) as stream:  # type: ignore[arg-type]
-            answer = usage.show(stream)
+    with usage.connect(args) as client, client.stream(prompt, **params) as stream:  # type: ignore[arg-type]
+        answer = usage.show(stream)
     if args.stats:
         print(answer.stats, file=sys.stderr)
     return 0 if answer.finish_reason is not None else usage.INTERRUPTED
@@ -102,3 +106,71 @@ def _prompt(argument: str | None) -> str:
     if sys.stdin.isatty() and argument is None:
         raise usage.UsageError('give a prompt: tidewheel generate "Once upon a time"')
     return sys.stdin.read()
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    text = "with the entry demo (default: %(default)s)"
+    parser.add_argument("--model-repository", type=Path, default=DEFAULT_REPOSITORY, metavar="DIR", help=text)
+    text = "a model with a chat template: it is asked two questions, and in a terminal the conversation goes on"
+    parser.add_argument("--model", metavar="DIR", help=text)
+    text = "longest text in tokens (default: %(default)s)"
+    parser.add_argument("--max-tokens", type=int, default=80, metavar="N", help=text)
+    parser.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    from tidewheel.gateway.gateway_options import StandaloneOptions
+    from tidewheel.server.endpoints import Endpoints
+    from tidewheel.server.run_server import ServeOptions, serve
+    from tidewheel_client import Client
+
+    if args.model is None and not args.model_repository.is_dir():
+        raise usage.UsageError(
+            f"no folder {str(args.model_repository)!r} here: the demo model comes with Tidewheel's source; run this "
+            "there, or name its model_repository with --model-repository"
+        )
+    errors: list[Exception] = []
+
+    def session(endpoints: Endpoints) -> None:
+        try:
+            with Client(endpoints.authority(endpoints.grpc), _DEMO_MODEL) as client:
+                if args.model is None:
+                    _write(client, args.max_tokens)
+                else:
+                    _talk(client, endpoints, args.max_tokens)
+        except Exception as error:  # raised by `run`, in its own thread
+            errors.append(error)
+
+    what: dict[str, Any] = {"model_repository": args.model_repository, "settings": {}, "endpoints": Endpoints()}
+    what["models"] = (_DEMO_MODEL,)  # loading the others takes time
+    if args.model is not None:
+        what = {"model": args.model, "model_name": _DEMO_MODEL, "settings": _DEMO_SETTINGS}
+        what["endpoints"] = Endpoints(openai=0)
+        what["gateway"] = StandaloneOptions(playground=True)
+    code = serve(ServeOptions(**what, drain_s=0.0, restart=False, verbose=args.verbose), session)
+    if errors:
+        raise errors[0]
+    return code
+
+
+def _write(client: Client, max_tokens: int) -> None:
+    for seed, prompt in enumerate(_DEMO_PROMPTS):
+        print(f"\n> {prompt}", end="", flush=True)
+        with client.stream(prompt, max_tokens=max_tokens, temperature=0.7, seed=seed) as stream:
+            print(f"  ({usage.show(stream).stats})", flush=True)
+
+
+def _talk(client: Client, endpoints: Endpoints, max_tokens: int) -> None:
+    conversation = TerminalChat(client, None, {"temperature": 0.0, "max_tokens": max_tokens}, stats=True)
+    for question in _DEMO_QUESTIONS:
+        print(f"\n> {question}", flush=True)
+        conversation.ask(question)
+    if sys.stdin.isatty():
+        authority = endpoints.authority(endpoints.grpc)
+        assert endpoints.openai is not None
+        print(
+            f"\nThe server stays. In a browser:  http://{endpoints.authority(endpoints.openai)}/playground"
+            f"\nIn another terminal:             tidewheel chat --url {authority} --model {_DEMO_MODEL}"
+            "\nHere: ask on; /new starts over, Ctrl-D ends the demo."
+        )
+        conversation.run()

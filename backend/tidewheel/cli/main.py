@@ -43,6 +43,7 @@ _MODULES = {
     **dict.fromkeys(("load", "unload", "reload"), "model_commands"),
     **dict.fromkeys(("enqueue", "worker", "results"), "queue_commands"),
     "generate": "chat",
+    "demo": "chat",
     "migrate": "check",
 }
 _EXIT_CODES = {

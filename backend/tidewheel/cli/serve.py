@@ -14,15 +14,9 @@ if TYPE_CHECKING:
     from tidewheel.server.run_server import ServeOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
-_OF_THE_GATEWAY = {
-    "api_keys": "Triton's own ports know no keys",
-    "openai_workers": "they are the gateway's",
-    "reasoning": "only the gateway splits answers",
-    "open_metrics": "they are the gateway's",
-    "playground": "it is a page of the gateway",
-    "cors_origin": "Triton's own ports know no origins",
-    "max_body_mb": "it limits bodies that the gateway reads",
-}
+_OF_THE_GATEWAY = (
+    "api_keys", "openai_workers", "reasoning", "open_metrics", "playground", "cors_origin", "max_body_mb",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,10 +128,11 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--model and --model-repository exclude each other")
     if args.model is not None and args.models:
         raise UsageError("--models chooses entries of a model repository: it does not go with --model")
-    for name, reason in _OF_THE_GATEWAY.items() if args.openai is None else ():
+    for name in _OF_THE_GATEWAY if args.openai is None else ():
         value = getattr(args, name)
         if value and (name != "openai_workers" or value > 1):
-            raise UsageError(f"--{name.replace('_', '-')} goes with --openai-port: {reason}")
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} goes with --openai-port: it is of the gateway, not of Triton's own ports")
     if args.model is None and args.record is not None:
         raise UsageError("--record goes with --model; in a repository, set record in config.pbtxt")
     if args.model is None and (args.set or args.model_name):

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tidewheel.adapter.one_shot import contradictions, signature_of
-from tidewheel.adapter.repository_entry import (
-    BACKEND,
-    ModelEntry,
-    ModelSettings,
-    known_settings,
-    resolve_settings,
-    versions,
-)
+from tidewheel.adapter.repository_entry import ModelEntry, ModelSettings, known_settings, resolve_settings, versions
 from tidewheel.config import MODEL_NOT_SET, EngineConfig
 from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT, flattened
 from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tensors
@@ -74,7 +67,7 @@ def check(path: Path, *, is_this_machine: bool = True) -> CheckReport:
 
         report.findings.extend(_of_folder("together", repository, error("", text)) for text in together(report.needs))
     if not report.checked and not report.count("warning"):
-        message = f"nothing was checked: no entry has backend: {BACKEND!r}"
+        message = "nothing was checked: no entry has backend: 'tidewheel'"
         report.findings.append(_of_folder("backend", path, Problem("warning", "", message)))
     return report
 

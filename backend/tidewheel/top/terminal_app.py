@@ -14,9 +14,10 @@ from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
+from tidewheel.bench.tables import TextTable
 from tidewheel.top import TopError, view_text
 from tidewheel.top.server_view import RequestLine, ServerView
-from tidewheel.top.view_text import REQUEST_COLUMNS, TextSection, request_cells
+from tidewheel.top.view_text import REQUEST_COLUMNS, request_cells
 from tidewheel.top.watch import ServerWatch, cancel
 from tidewheel_client.errors import RequestError
 
@@ -134,11 +135,11 @@ class TerminalApp(App[None]):
         word = shown.partition(":")[0]
         verdict.set_class(word in _GOOD, "good")
         verdict.set_class(word in _TOLERABLE, "tolerable")
-        sections = (*view_text.panels(view), *view_text.tables(view))
-        for panel, section in zip(self.query(".panel").results(Static), sections, strict=True):
-            panel.border_title = escape(section.title)
-            panel.update(_rich(section))
-            panel.display = bool(section.table.rows)
+        sections = view_text.panels(view) | view_text.tables(view)
+        for panel, (title, table) in zip(self.query(".panel").results(Static), sections.items(), strict=True):
+            panel.border_title = escape(title)
+            panel.update(_rich(table))
+            panel.display = bool(table.rows)
         self._draw_requests()
 
     def _draw_requests(self) -> None:
@@ -184,8 +185,8 @@ def _cells(request: RequestLine) -> list[Text]:
     return [Text(cell, justify="right" if first <= index < last else "left") for index, cell in enumerate(cells)]
 
 
-def _rich(section: TextSection) -> RichTable:
-    table, has_header = section.table, any(section.table.header)
+def _rich(table: TextTable) -> RichTable:
+    has_header = any(table.header)
     shown = RichTable(box=None, show_header=has_header, pad_edge=False, header_style="dim", expand=False)
     for index, name in enumerate(table.header):
         is_label = index < table.num_labels

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -19,11 +18,6 @@ FULL_CACHE = 0.95
 LEAST_RATE = 1e-6  # of a difference of rates
 GOOD_SHARE = 0.9  # of answers in time
 NUM_STEPS = 2  # that a request waits without a queue: those in flight, then its own
-
-
-class TextSection(NamedTuple):
-    title: str
-    table: TextTable
 
 
 ORDERS: dict[str, Callable[[RequestLine], tuple[float | str, ...]]] = {
@@ -98,23 +92,23 @@ def headline(view: ServerView) -> str:
     return f"tidewheel top   {view.server}   {', '.join(view.models)}   {state}"
 
 
-def panels(view: ServerView) -> list[TextSection]:
+def panels(view: ServerView) -> dict[str, TextTable]:
     traffic, steps, cache = _panel(view.traffic, _TRAFFIC), _panel(view.steps, _STEPS), _panel(view.cache, _CACHE)
     if view.gateway is not None:
         traffic += _panel(view.gateway, _GATEWAY)
     titled = {"traffic": traffic, "steps": steps, "KV cache": cache}
-    return [TextSection(title, TextTable(["", ""], rows, num_labels=1)) for title, rows in titled.items()]
+    return {title: TextTable(["", ""], rows, num_labels=1) for title, rows in titled.items()}
 
 
-def tables(view: ServerView) -> list[TextSection]:
+def tables(view: ServerView) -> dict[str, TextTable]:
     errors = _ERRORS if view.gateway is not None else _ERRORS[:-1]
-    return [
-        _table("classes", _CLASSES, view.classes),
-        _busiest("tenants", _TENANTS, view.tenants),
-        _busiest("adapters", _LORAS, view.loras),
-        _table("errors since the start (docs/errors.md)", errors, view.errors),
-        _table(f"{len(view.ranks)} ranks", _RANKS, view.ranks),
-    ]
+    return {
+        "classes": _table(_CLASSES, view.classes),
+        _busiest("tenants", view.tenants): _table(_TENANTS, view.tenants[:MAX_BUSIEST]),
+        _busiest("adapters", view.loras): _table(_LORAS, view.loras[:MAX_BUSIEST]),
+        "errors since the start (docs/errors.md)": _table(errors, view.errors),
+        f"{len(view.ranks)} ranks": _table(_RANKS, view.ranks),
+    }
 
 
 def request_cells(request: RequestLine) -> list[str]:
@@ -134,9 +128,9 @@ def ordered(view: ServerView, order: str) -> list[RequestLine]:
 
 def as_text(view: ServerView) -> str:
     lines = [headline(view), view.summary, ""]
-    for section in (*panels(view), *tables(view)):
-        if section.table.rows:
-            lines += [section.title, *_lines(section.table), ""]
+    for title, table in (panels(view) | tables(view)).items():
+        if table.rows:
+            lines += [title, *_lines(table), ""]
     order = next(iter(ORDERS))
     rows = [request_cells(one) for one in ordered(view, order)[:MAX_PLAIN_REQUESTS]]
     lines.append(requests_title(view, order))
@@ -156,14 +150,13 @@ def _panel(line: msgspec.Struct, templates: Mapping[str, str]) -> list[list[str]
     return [row for row in rows if row[0] not in _OPTIONAL or not row[1].startswith(NOTHING)]
 
 
-def _busiest(what: str, header: Sequence[str], lines: Sequence[msgspec.Struct]) -> TextSection:
+def _busiest(what: str, lines: Sequence[msgspec.Struct]) -> str:
     more = len(lines) - MAX_BUSIEST
-    return _table(f"{what}, {more} more not shown" if more > 0 else what, header, lines[:MAX_BUSIEST])
+    return f"{what}, {more} more not shown" if more > 0 else what
 
 
-def _table(title: str, header: Sequence[str], lines: Sequence[msgspec.Struct]) -> TextSection:
-    rows = [list(texts(line).values())[: len(header)] for line in lines]
-    return TextSection(title, TextTable(list(header), rows, num_labels=1))
+def _table(header: Sequence[str], lines: Sequence[msgspec.Struct]) -> TextTable:
+    return TextTable(list(header), [list(texts(line).values())[: len(header)] for line in lines], num_labels=1)
 
 
 def verdict(view: ServerView) -> str:

@@ -83,7 +83,7 @@ def of_another_base(folder: Path) -> None:
         (with_fields(use_dora=True), "use_dora"),
         (with_fields(peft_type="LOHA"), "peft_type … LORA"),
         (with_fields(modules_to_save=["lm_head"]), "modules_to_save"),
-        (lambda folder: write_peft(folder, WEIGHTS, rank=32), "rank 32 … max_lora_rank, which is 16"),
+        (lambda folder: write_peft(folder, WEIGHTS, rank=32), "r is 32 … max_lora_rank, which is 16"),
         (of_another_base, "has shape [4, 48], this base asks for"),
     ],
 )

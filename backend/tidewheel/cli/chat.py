@@ -18,10 +18,7 @@ _PROMPT = "> "
 _DEMO_MODEL = "demo"
 _DEMO_PROMPTS = ("A tuple is", "The server process", "To create a table")
 _DEMO_QUESTIONS = ("What is the capital of France?", "Name three things to see there, in one sentence.")
-_DEMO_SETTINGS = {
-    "max_model_len": "2048",
-    "kv_cache_memory_mb": "512",
-}  # enough to talk
+_DEMO_SETTINGS = {"max_model_len": "2048", "kv_cache_memory_mb": "512"}  # enough to talk
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:

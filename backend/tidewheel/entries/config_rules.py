@@ -183,10 +183,7 @@ def instances(entry: Entry) -> Iterator[Problem]:
         if group.passive:
             yield _value_problem(error, group, path, "passive", ": no request reaches the instance; remove it")
         if entry.is_this_machine and group.count > (num_cores := len(os.sched_getaffinity(0))):
-            advice = (
-                f", and this machine has {num_cores} cores: each instance is a process that prepares text; one is "
-                "enough for most"
-            )
+            advice = f", and this machine has {num_cores} cores: an instance is a process, and one is often enough"
             yield _value_problem(warning, group, path, "count", advice)
 
 
@@ -197,16 +194,10 @@ def _devices(group: Any, path: str, present: int | None) -> Iterator[Problem]:
         if gpus:
             yield _value_problem(error, group, path, "gpus", f" with {kind}, which Triton refuses: remove gpus")
     elif present is not None and present <= last:
-        yield error(
-            f"{path}.kind",
-            f"kind is {kind} for GPU {last}, and this machine has {present}: write KIND_CPU; the setting "
-            "device is for the engine",
-        )
+        message = f"kind is {kind} for GPU {last}, and this machine has {present}: write KIND_CPU, and set device"
+        yield error(f"{path}.kind", message)
     elif gpus not in ([], [0]):
-        advice = (
-            ", and the engine takes the first GPU that it sees: write KIND_CPU, and set CUDA_VISIBLE_DEVICES for the "
-            "server"
-        )
+        advice = ", and the engine takes the first GPU it sees: write KIND_CPU, and set CUDA_VISIBLE_DEVICES"
         yield _value_problem(warning, group, path, "gpus", advice)
 
 

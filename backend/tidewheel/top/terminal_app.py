@@ -40,11 +40,7 @@ class TerminalApp(App[None]):
     """Live view in a terminal, renewed by a thread every `interval_s`."""
 
     CSS_PATH = "terminal_app.tcss"
-    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - as textual declares it
-        (0, "-narrow"),
-        (100, "-wide"),
-        (150, "-huge"),
-    ]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (150, "-huge")]  # noqa: RUF012 - textual's type
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),

@@ -18,7 +18,8 @@ from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import StepLoop
 from tidewheel.config import EngineConfig
 from tidewheel.runner import loading, model_runner
-from tidewheel.runner.kv_tensors import MemoryBudget, cpu_budget
+from tidewheel.runner.kv_tensors import MemoryBudget
+from tidewheel.runner.loading import cache_budget
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
 
@@ -63,9 +64,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerato
 
     def budget(*arguments: Any) -> MemoryBudget:
         accelerator.allocator.empty_cache()  # as `gpu_budget` does
-        return cpu_budget(*arguments)
+        return cache_budget(*arguments)
 
-    monkeypatch.setattr(loading, "cpu_budget", budget)
+    monkeypatch.setattr(loading, "cache_budget", budget)
     monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
     monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(LOADED_SIZES))
     monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, *_: (run(size), 1))

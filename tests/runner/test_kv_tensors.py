@@ -20,9 +20,7 @@ from tidewheel.runner.kv_tensors import (
     CacheLayout,
     KVTensors,
     MemoryBudget,
-    cpu_budget,
     decide_size,
-    full_bytes,
     limited_budget,
 )
 from tidewheel.settings import GIB, MIB
@@ -105,16 +103,27 @@ def test_more_blocks_than_there_is_memory_for_are_refused_with_what_there_is(mon
     )
 
 
+def cpu_budget(
+    config: EngineConfig, spare: SpareMemory, layout: CacheLayout = LAYOUT, context: int = 64
+) -> MemoryBudget:
+    """Return the budget of a cache for requests of `context` tokens, where a process has memory to spare."""
+    claim = mock.create_autospec(MemoryClaim)
+    claim.spare.return_value = spare
+    return loading.cache_budget(config, layout, context, {}, CPU, claim)
+
+
 def test_a_cache_on_a_cpu_takes_half_of_what_is_free_and_no_more_than_requests_can_fill() -> None:
     config = EngineConfig(model="m", max_num_seqs=4)
-    half = cpu_budget(config, SpareMemory(10 * GIB, 1), 20 * GIB)
+    context = GIB // 4 // LAYOUT.block_bytes * LAYOUT.block_size  # of a request that takes 0.25 GiB
+    half = cpu_budget(config, SpareMemory(10 * GIB, 1), context=20 * context)
     assert (half.bytes, half.source) == (5 * GIB, "half of the 10.0 GiB of memory to spare")
-    assert "for each of 2 engines" in cpu_budget(config, SpareMemory(10 * GIB, 2), 20 * GIB).source
-    full = cpu_budget(config, SpareMemory(10 * GIB, 1), GIB)
-    assert (full.bytes, full.source) == (GIB, "all that max_num_seqs 4 can use")
-    assert cpu_budget(config, SpareMemory(10 * GIB, 1), MIB).bytes == 512 * MIB  # room for cached prompts
+    assert "for each of 2 engines" in cpu_budget(config, SpareMemory(10 * GIB, 2), context=20 * context).source
+    full = cpu_budget(config, SpareMemory(10 * GIB, 1), context=context)
+    assert full.bytes == 4 * context // LAYOUT.block_size * LAYOUT.block_bytes < 5 * GIB
+    assert full.source == "all that max_num_seqs 4 can use"
+    assert cpu_budget(config, SpareMemory(10 * GIB, 1)).bytes == 512 * MIB  # room for cached prompts
     explicit = dataclasses.replace(config, kv_cache_memory_mb=7)
-    assert cpu_budget(explicit, SpareMemory(10 * GIB, 1), GIB).bytes == 7 * MIB
+    assert cpu_budget(explicit, SpareMemory(10 * GIB, 1)).bytes == 7 * MIB
 
 
 @pytest.mark.parametrize(("setting", "left"), [(None, GIB - loading.FRONT_END_BYTES), (7, GIB)])
@@ -178,7 +187,7 @@ def test_an_automatic_context_is_the_models_or_what_fits(
 ) -> None:
     layout = CacheLayout(shape, 16, torch.bfloat16)
     config = EngineConfig(model="m")
-    budget = cpu_budget(config, SpareMemory(spare, 1), full_bytes(config, layout, context))
+    budget = cpu_budget(config, SpareMemory(spare, 1), layout, context)
     size = decide_size(None, budget, layout, context, may_shorten=True)
     assert size.max_model_len == tokens <= size.num_blocks * 16
     assert size.num_blocks * layout.block_bytes <= spare // 2
@@ -202,8 +211,9 @@ def test_an_automatic_context_on_a_gpu_is_what_gpu_memory_utilization_leaves(tot
 
 def test_the_advice_never_asks_for_more_than_is_free() -> None:
     def advice(spare: int) -> str:
-        budget = cpu_budget(EngineConfig(model="m"), SpareMemory(spare, 1), 1 << 50)
-        return decide_size(None, budget, CacheLayout(QWEN, 16, torch.bfloat16), 40_960, may_shorten=True).shortened
+        layout = CacheLayout(QWEN, 16, torch.bfloat16)
+        budget = cpu_budget(EngineConfig(model="m"), SpareMemory(spare, 1), layout, 40_960)
+        return decide_size(None, budget, layout, 40_960, may_shorten=True).shortened
 
     assert "or raise kv_cache_memory_mb to at least 4480 to have all" in advice(5 * GIB)
     assert "or use a machine with more memory to have all" in advice(4 * GIB)
@@ -218,7 +228,7 @@ def test_not_a_single_block_is_refused_also_for_an_automatic_context() -> None:
 @pytest.mark.parametrize("settings", [{"kv_cache_memory_mb": 100}, {"num_blocks": 100_000}])
 def test_a_size_that_is_set_and_not_free_is_refused(settings: dict[str, int]) -> None:
     config = EngineConfig(model="m", **settings)  # type: ignore[arg-type]
-    budget = cpu_budget(config, SpareMemory(99 * MIB, 1), GIB)
+    budget = cpu_budget(config, SpareMemory(99 * MIB, 1))
     with pytest.raises(ConfigError, match=r"host memory does not suffice: KV cache .* 99 MiB are available; lower"):
         decide_size(config.num_blocks, budget, LAYOUT, 64)
 

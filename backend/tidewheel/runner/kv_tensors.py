@@ -15,17 +15,14 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array
-from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, ForwardInput, KVLayer, ModelShape
 from tidewheel.models.loader import ModelPlan
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
-from tidewheel.runner.host_memory import SpareMemory
 from tidewheel.settings import MIB, shown_bytes
 from tidewheel_kernels import FP8, INT8, copy_blocks
 from tidewheel_kernels.kv_cache.codes import codes_of, head_bytes
 
-LEAST_FULL_BYTES = 512 * MIB  # leaves room for cached prompts
 MOST_OF_A_GPU = 0.98  # highest recommended fraction
 
 
@@ -83,33 +80,6 @@ class CacheSize(NamedTuple):
     max_model_len: int
     source: str
     shortened: str = ""  # log line, if the context is shortened
-
-
-def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) -> int:
-    return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.all_block_bytes
-
-
-def cpu_budget(
-    config: EngineConfig, spare: SpareMemory | None, most_bytes: int, limited: MemoryBudget | None = None
-) -> MemoryBudget:
-    """Return `kv_cache_memory_mb` if set, else `limited`, or half of `spare`, at most max(`most_bytes`, 512 MiB).
-
-    `spare`: None on a GPU. `limited`: None without a limit of the device's memory.
-    """
-    setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
-    megabytes = config.kv_cache_memory_mb
-    if megabytes is not None:
-        return MemoryBudget(megabytes * MIB, f"{setting} {megabytes}", setting, host_bytes=free)
-    assert spare is not None
-    most, half = max(most_bytes, LEAST_FULL_BYTES), spare.bytes // 2
-    if most <= (half if limited is None else limited.bytes):
-        return MemoryBudget(most, f"all that max_num_seqs {config.max_num_seqs} can use", setting, host_bytes=free)
-    if limited is not None:
-        return limited
-    source = f"half of the {shown_bytes(spare.bytes)} of memory to spare"
-    if spare.num_engines > 1:
-        source += f" for each of {spare.num_engines} engines that load"
-    return MemoryBudget(half, source, setting, host_bytes=free)
 
 
 def limited_budget(share: float, total: int, beside: int, free: int, *, is_of_gpu: bool = False) -> MemoryBudget:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -32,18 +33,17 @@ from tidewheel.runner.kv_tensors import (
     KVTensors,
     MemoryBudget,
     cache_layout,
-    cpu_budget,
     decide_size,
-    full_bytes,
     limited_budget,
 )
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 from tidewheel.runner.step_graphs import GraphSizes, decode_sizes, prompt_sizes, unsplit_sizes
-from tidewheel.settings import MIB
+from tidewheel.settings import MIB, shown_bytes
 
 FIRST = "start"
 logger = logging.getLogger(__name__)
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+LEAST_FULL_BYTES = 512 * MIB  # leaves room for cached prompts
 FRONT_END_BYTES = 256 * MIB  # of the second front end of `serve --model`, which starts after the engine
 
 
@@ -196,17 +196,30 @@ def cache_budget(
     device: torch.device,
     claim: MemoryClaim | None,
 ) -> MemoryBudget:
-    """`needs`: other bytes by name, on a GPU those not taken yet. `claim`: None on a GPU."""
-    if device.type == "cuda" and config.kv_cache_memory_mb is None:
-        return gpu_budget(config, needs, device)
-    later = FRONT_END_BYTES if config.kv_cache_memory_mb is None else 0
-    spare, limited, taken = None, None, sum(needs.values())
-    if claim is not None:
-        spare = claim.spare(max(available_host_bytes() - later, 0), taken)
-        if (share := config.device_memory_share) is not None:  # of the host, which all ranks share
-            total = total_host_bytes() // config.tensor_parallel_size
-            limited = limited_budget(share, total, claim.base + taken, spare.bytes)
-    return cpu_budget(config, spare, full_bytes(config, layout, max_model_len), limited)
+    """Return the memory of the cache: as set, or what limits, other programs and the largest use leave to it.
+
+    `needs`: other bytes by name, on a GPU those not taken yet. `claim`: None on a GPU.
+    """
+    setting, megabytes, taken = "kv_cache_memory_mb", config.kv_cache_memory_mb, sum(needs.values())
+    if claim is None:
+        if megabytes is None:
+            return gpu_budget(config, needs, device)
+        return MemoryBudget(megabytes * MIB, f"{setting} {megabytes}", setting)
+    later = FRONT_END_BYTES if megabytes is None else 0
+    free, num_engines = claim.spare(max(available_host_bytes() - later, 0), taken)
+    budget = partial(MemoryBudget, setting=setting, host_bytes=free)
+    if megabytes is not None:
+        return budget(megabytes * MIB, f"{setting} {megabytes}")
+    if (share := config.device_memory_share) is not None:  # of the host, which all ranks share
+        limited = limited_budget(share, total_host_bytes() // config.tensor_parallel_size, claim.base + taken, free)
+    else:
+        sharing = f" for each of {num_engines} engines that load" if num_engines > 1 else ""
+        limited = budget(free // 2, f"half of the {shown_bytes(free)} of memory to spare{sharing}")
+    blocks_of_all = config.max_num_seqs * -(-max_model_len // layout.block_size)
+    most = max(blocks_of_all * layout.all_block_bytes, LEAST_FULL_BYTES)
+    if most <= limited.bytes:
+        return budget(most, f"all that max_num_seqs {config.max_num_seqs} can use")
+    return limited
 
 
 def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget: MemoryBudget) -> KVTensors:

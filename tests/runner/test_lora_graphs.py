@@ -90,9 +90,8 @@ def test_graphs_read_the_columns_of_each_step(
     """Without any tokens in them, replays compute the base."""
     loads = [load(graphed, slot, lora_folders.adapters[name]) for name, slot in SLOTS.items()]
     slots = {each.request_id: 1 for each in requests_of("widest")}
-    empty = mock.patch.object(
-        LoraStacks, "groups", lambda self, batch, num_tokens: self.padded_groups(no_ids(), num_tokens)
-    )
+    groups = LoraStacks.groups
+    empty = mock.patch.object(LoraStacks, "groups", lambda self, slots, size: groups(self, no_ids(), size))
     with capturable.installed(), empty:
         assert lora_tokens(graphed, requests_of("widest"), slots, loads, token_budget=64) == lora_answers[""]
 
@@ -116,7 +115,7 @@ def test_columns_have_the_place_that_graphs_read(graphed: ModelRunner, lora_fold
     """Whatever else a step sends, up to the most tokens."""
     lora, rows = graphed._lora, graphed._rows
     for size in (1, 4, 16, 64):
-        padding = {"lora": lora.padded_groups(no_ids(), size), "inputs": rows.padding(0, size)}
+        padding = {"lora": lora.groups(no_ids(), size), "inputs": rows.padding(0, size)}
         captured = [view.data_ptr() for view in graphed._sender(padding)["lora"]]
         again = graphed._sender({**padding, "inputs": rows.padding(min(size, 16)), "changes": [rows.padding(1).rows]})
         assert [view.data_ptr() for view in again["lora"]] == captured

@@ -193,7 +193,7 @@ def test_without_the_setting_nothing_is_made(lora_folders: Folders) -> None:
 def test_a_step_of_base_rows_adds_nothing(adapted: ModelRunner) -> None:
     with (
         mock.patch("tidewheel.models.linear.add_lora") as add,
-        mock.patch.object(LoraStacks, "padded_groups") as grouped,
+        mock.patch.object(LoraStacks, "groups") as grouped,
     ):
         StepLoop(adapted).run(requests_of(""))
     assert not add.called

@@ -51,7 +51,7 @@ from tidewheel.runner.profiling import (
 )
 from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_part, score_prompts
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
-from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, LoraStacks, StepGraphs, StepModel
+from tidewheel.runner.step_graphs import DecodeGraph, GraphSizes, LoraStacks, StepGraphs, StepModel
 from tidewheel.runner.thread_count import StepThreads
 from tidewheel.runner.warm_up import MEASURED_S, demanding_batch, graph_trial, measure_decodes, warm_up
 
@@ -114,7 +114,7 @@ class ModelRunner:
         runner = cls(parts.model, cache, info, parts.device, accelerator, parts.encoder, parts.shard, parts.draft)
         if accelerator is not None:
             warm_up(info, runner.run_with_each, report)
-        graph_bytes = runner.capture(sizes, report).total
+        graph_bytes = sum(map(sum, runner.capture(sizes, report)))
         limit_s = MEASURED_S if parts.shard.num_ranks == 1 else None  # ranks run the same steps
         decode_seconds = [] if config.speculation == "none" else measure_decodes(info, runner.run, limit_s)
         seconds = parts.stages.seconds()
@@ -181,9 +181,10 @@ class ModelRunner:
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))
         return StepMemory(max(activation_bytes, of_drafts), graph_bytes)
 
-    def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
+    def capture(self, sizes: GraphSizes, progress: Progress) -> GraphSizes:
+        """Return the bytes of each graph, the largest first. Raise `ConfigError`."""
         if not sizes.decodes or self._accelerator is None:
-            return GraphBytes()
+            return GraphSizes()
         pool, taken = self._accelerator.graph_pool(), []
         try:
             for weights, lora in itertools.product(self._variants[::-1], dict.fromkeys((self._lora, None))):
@@ -193,7 +194,7 @@ class ModelRunner:
                     taken.append(graphs.capture(sizes, progress))
                 self._graphs_of[weights, lora is not None] = graphs
             parts = zip(*taken, strict=True)  # each by variant
-            return GraphBytes(*([size for sizes in part for size in sizes] for part in parts))
+            return GraphSizes(*(list(itertools.chain(*part)) for part in parts))
         except torch.OutOfMemoryError:
             raise ConfigError(
                 "the GPU has no room for CUDA graphs beside weights and cache: lower gpu_memory_utilization, "
@@ -356,7 +357,9 @@ class ModelRunner:
         return self._sampled(graph.forward.output[:count], plan, sent, graph.inputs.store_indices[:count])
 
     def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> DeviceArrays:
-        lora = None if self._lora is None else self._lora.groups(batch, len(host.positions))
+        lora = None
+        if self._lora is not None and len(batch.lora_slots):
+            lora = self._lora.groups(np.repeat(batch.lora_slots, batch.num_scheduled_tokens), len(host.positions))
         # The sizes of what comes first are those of a graph, so that the addresses are too.
         sent = self._sender({"lora": lora, "inputs": host, **sampling, "changes": changes})
         self._rows.apply(batch, sent["changes"])

@@ -65,9 +65,9 @@ class RankProcess:
         """Start the process, and set `ended` at its end. Raise OSError."""
         self.rank, self.failure, self._ended = rank, "", ended
         self.joining = threading.Event()  # the process is about to join the group, or has ended
-        (self._steps, steps), (self.loras, loras) = Pipe(), Pipe()
+        (self.steps, steps), (self.loras, loras) = Pipe(), Pipe()
         limit = struct.pack("ll", *divmod(int(1e6 * hang_limit_s(config)), 10**6))  # a C timeval
-        with socket.socket(fileno=os.dup(self._steps.fileno())) as end:
+        with socket.socket(fileno=os.dup(self.steps.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         start = RankStart(rank, config.to_settings(), memory, steps.fileno(), loras.fileno(), is_engine)
         command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
@@ -82,7 +82,7 @@ class RankProcess:
     ) -> None:
         """Start the process, and wait for its end here: the kernel ends a child with the thread that started it."""
         reason = ""
-        with self._steps, self.loras:
+        with self.steps, self.loras:
             try:
                 with steps, loras:
                     child = Child(command, ends_with_parent=True, pass_fds=[memory, steps.fileno(), loras.fileno()])
@@ -91,17 +91,13 @@ class RankProcess:
                 return
             started.set_result(child)
             with contextlib.suppress(OSError, EOFError):
-                self._steps.recv_bytes()  # empty
+                self.steps.recv_bytes()  # empty
                 self.joining.set()
-                reason = self._steps.recv_bytes().decode()
+                reason = self.steps.recv_bytes().decode()
         child.ends_within(END_S)
         self.failure = reason or f"rank {self.rank} ended with {child.exit}, and the log may say why"
         self._ended.set()
         self.joining.set()
-
-    def send(self, message: bytes) -> None:
-        """Raise OSError if the process has ended, or takes nothing for as long as an operation may wait."""
-        self._steps.send_bytes(message)
 
 
 class RankGroup:
@@ -135,8 +131,9 @@ class RankGroup:
             os._exit(1)
 
     def send(self, message: bytes) -> None:
+        """Raise OSError if a process has ended, or takes nothing for as long as an operation may wait."""
         for process in self._processes:
-            process.send(message)
+            process.steps.send_bytes(message)
 
     def failure(self, limit_s: float | None = 0.0) -> str:
         """Wait up to `limit_s` for the end of a rank (None: for ever). Return its reason; empty: none has ended."""

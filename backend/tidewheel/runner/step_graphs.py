@@ -77,14 +77,6 @@ class GraphSizes(NamedTuple):
         return GraphSizes(*(sizes[-count:] for sizes in self))
 
 
-class GraphBytes(GraphSizes):
-    """Bytes of each graph, the largest batch size first."""
-
-    @property
-    def total(self) -> int:
-        return sum(map(sum, self))
-
-
 def decode_sizes(max_num_rows: int) -> list[int]:
     """Return 1, 2, 4, 8, 16, 24, … (steps of 16 from 512, of 24 from 768, …), `max_num_rows`."""
     sizes, size = [], 1
@@ -130,13 +122,7 @@ class LoraStacks:
         """Return the size of a step's groups."""
         return max_tiles(num_tokens, self._max_loras) * (TILE + 1) * np.dtype(np.int32).itemsize
 
-    def groups(self, batch: ScheduledBatch, num_tokens: int) -> HostGroups | None:
-        """Return the groups of a step that is padded to `num_tokens`, None if no row has an adapter."""
-        if not len(batch.lora_slots):
-            return None
-        return self.padded_groups(np.repeat(batch.lora_slots, batch.num_scheduled_tokens), num_tokens)
-
-    def padded_groups(self, slots: Int32Array, num_tokens: int) -> HostGroups:
+    def groups(self, slots: Int32Array, num_tokens: int) -> HostGroups:
         """Return the groups of tokens with these slots, and of padding without an adapter up to `num_tokens`."""
         slots = np.concatenate((slots, np.full(num_tokens - len(slots), NO_SLOT, np.int32)))
         if not np.array_equal(slots, self._slots):  # decode steps often repeat the last one's
@@ -196,8 +182,8 @@ class StepGraphs:
         self._unsplit: dict[int, DecodeGraph] = {}
         self._prompts: list[PromptGraph] = []  # ascending
 
-    def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
-        """Capture the largest graphs first: smaller ones reuse their memory."""
+    def capture(self, sizes: GraphSizes, progress: Progress) -> GraphSizes:
+        """Capture the largest graphs first, since smaller ones reuse their memory. Return the bytes of each."""
         captures = [partial(self._add_decodes, size) for size in sorted(sizes.decodes, reverse=True)]
         captures += [partial(self._add_decodes, s, may_split=False) for s in sorted(sizes.unsplit, reverse=True)]
         captures += [partial(self._add_prompts, size) for size in sorted(sizes.prompts, reverse=True)]
@@ -210,7 +196,7 @@ class StepGraphs:
                 taken.append(self._pool.num_bytes - before)
         progress(STAGE, 1.0)
         num_decodes, num_both = len(sizes.decodes), len(sizes.decodes) + len(sizes.unsplit)
-        return GraphBytes(taken[:num_decodes], taken[num_both:], taken[num_decodes:num_both])
+        return GraphSizes(taken[:num_decodes], taken[num_both:], taken[num_decodes:num_both])
 
     def find_decodes(self, batch: ScheduledBatch) -> DecodeGraph | None:
         count = len(batch.rows)
@@ -229,7 +215,7 @@ class StepGraphs:
         return self._prompts[index] if index < len(self._prompts) else None
 
     def _sent(self, num_tokens: int, groups: Groups) -> DeviceArrays:
-        lora = None if self._lora is None else self._lora.padded_groups(no_ids(), num_tokens)
+        lora = None if self._lora is None else self._lora.groups(no_ids(), num_tokens)
         return self._sender({"lora": lora, **groups})
 
     def _add_decodes(self, size: int, *, may_split: bool = True) -> None:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch, TransferArrays, WeightVariant, no_ids
+from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch, TransferArrays, no_ids
 from tidewheel.errors import ConfigError
 from tidewheel.lora import Lora, LoraLoad
 from tidewheel.models.lora_folder import LoraWeights
@@ -28,10 +29,8 @@ from tidewheel.request import Pooling, Request
 from tidewheel.runner.sampling_plan import reads_all_logits
 from tidewheel.sampling import SamplingParams
 
-_COLUMNS = (
-    "rows", "start_positions", "num_scheduled_tokens", "freed_rows", "block_rows", "block_indices", "block_ids",
-    "lora_slots", "draft_tokens",
-)  # fmt: skip
+_APART = ("new_rows", "transfers", "lora_loads")
+_FIELDS = [field.name for field in fields(ScheduledBatch) if field.name not in _APART]
 RowMessage = tuple[int, bytes, int, Pooling, SamplingParams]  # row, tokens, prompt's length
 Read = Callable[[Path], LoraWeights]
 ReadOrder = tuple[int, str]  # number of the adapter, and its folder
@@ -39,14 +38,9 @@ CLOCK_TICK_S = 0.01  # changes within a tick of the kernel's clock may have one 
 
 
 class StepMessage(msgspec.Struct, array_like=True):
-    step_id: int
-    columns: list[bytes]  # int32, by `_COLUMNS`
-    samples: bytes
-    num_decodes: int
-    num_tokens: int
+    fields: list[Any]  # of the batch, by `_FIELDS`; an array is bytes of int32
     new_rows: list[RowMessage]
     transfers: list[bytes]  # int32; empty: none
-    weights: WeightVariant
     lora_loads: list[tuple[int, int]]  # slot, number of the adapter
     dropped_loras: list[int]
 
@@ -56,17 +50,13 @@ _decoder = msgspec.msgpack.Decoder(StepMessage)
 
 
 def encode_step(batch: ScheduledBatch, loras: LeaderLoras) -> bytes:
+    values = [getattr(batch, name) for name in _FIELDS]
     transfers = () if batch.transfers is NO_TRANSFERS else batch.transfers
     return _encoder.encode(
         StepMessage(
-            batch.step_id,
-            [_bytes(getattr(batch, name)) for name in _COLUMNS],
-            batch.samples.tobytes(),
-            batch.num_decodes,
-            batch.num_tokens,
+            [_bytes(value) if isinstance(value, np.ndarray) else value for value in values],
             [_row_message(new) for new in batch.new_rows],
             [_bytes(ids) for ids in transfers],
-            batch.weights,
             [(slot, lora.weights.number) for slot, lora in batch.lora_loads],
             loras.take_dropped(),
         )
@@ -91,18 +81,12 @@ def decode_step(payload: bytes, loras: MutableMapping[int, LoraWeights]) -> Sche
     loads = tuple(LoraLoad(slot, Lora("", number, Path(), loras[number])) for slot, number in message.lora_loads)
     for number in message.dropped_loras:
         loras.pop(number, None)
-    columns: dict[str, Any] = {name: _ids(data) for name, data in zip(_COLUMNS, message.columns, strict=True)}
-    return ScheduledBatch(
-        step_id=message.step_id,
-        samples=np.frombuffer(bytearray(message.samples), np.bool_),
-        num_decodes=message.num_decodes,
-        num_tokens=message.num_tokens,
-        new_rows=tuple(map(_new_row, message.new_rows)),
-        transfers=TransferArrays(*map(_ids, message.transfers)) if message.transfers else NO_TRANSFERS,
-        weights=message.weights,
-        lora_loads=loads,
-        **columns,
-    )
+    given = zip(_FIELDS, message.fields, strict=True)
+    values: dict[str, Any] = {name: _ids(value) if isinstance(value, bytes) else value for name, value in given}
+    values["samples"] = values["samples"].astype(np.bool_)
+    transfers = TransferArrays(*map(_ids, message.transfers)) if message.transfers else NO_TRANSFERS
+    new_rows = tuple(map(_new_row, message.new_rows))
+    return ScheduledBatch(**values, new_rows=new_rows, transfers=transfers, lora_loads=loads)
 
 
 def _new_row(message: RowMessage) -> NewRow:
@@ -114,7 +98,7 @@ def _new_row(message: RowMessage) -> NewRow:
     )
 
 
-def _bytes(ids: npt.NDArray[np.integer[Any]]) -> bytes:
+def _bytes(ids: npt.NDArray[Any]) -> bytes:
     return ids.astype(np.int32, copy=False).tobytes()
 
 

@@ -29,7 +29,7 @@ from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.llm import GenerationResult
 from tidewheel.models.causal_lm import Progress, no_progress
-from tidewheel.runner import device, model_runner, rank_group, rank_process
+from tidewheel.runner import device, model_runner, rank_group
 from tidewheel.runner.rank_group import load_group
 from tidewheel_process.handle import ProcessHandle
 
@@ -155,18 +155,18 @@ def test_a_load_or_loop_that_waits_for_a_dead_rank_is_ended(
         (0.02, 0.0, True, True),
         (0.02, 0.001, True, False),  # it computes: its processor time moves on
         (0.02, 0.0, False, False),
-        (2 * rank_process.GAP_S, 0.0, True, False),  # these are waits of their own
+        (2 * rank_group.GAP_S, 0.0, True, False),  # these are waits of their own
     ],
 )
 def test_a_rank_kills_an_engine_that_hangs(
     monkeypatch: pytest.MonkeyPatch, interval_s: float, used_s: float, is_armed: bool, is_killed: bool
 ) -> None:
     clock, kill = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(rank_process, "time", clock)
+    monkeypatch.setattr(rank_group, "time", clock)
     monkeypatch.setattr(os, "kill", kill)
-    watch = rank_process.LeaderWatch()
+    watch = rank_group.LeaderWatch()
     watch.is_armed = is_armed
-    for look in range(1000, 1000 + int(rank_process.LEADER_HANG_S / 0.02) + 2):
+    for look in range(1000, 1000 + int(rank_group.LEADER_HANG_S / 0.02) + 2):
         kill.assert_not_called()
         clock.monotonic.return_value, clock.clock_gettime.return_value = look * interval_s, look * used_s
         assert watch() == ""
@@ -176,17 +176,17 @@ def test_a_rank_kills_an_engine_that_hangs(
 
 def test_the_processor_time_of_another_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", os.getpid)
-    watch = rank_process.LeaderWatch()
+    watch = rank_group.LeaderWatch()
     assert 0.0 < time.process_time() <= time.clock_gettime(watch._clock) <= time.process_time()
 
 
 def test_collections_of_a_rank_skip_what_loading_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = mock.Mock()
-    for owner, name in ((rank_process, "join_group"), (rank_process, "follow"), (gc, "freeze")):
+    for owner, name in ((rank_group, "join_group"), (rank_group, "follow"), (gc, "freeze")):
         monkeypatch.setattr(owner, name, getattr(calls, name))
-    monkeypatch.setattr(rank_process.ModelRunner, "load", calls.load)
+    monkeypatch.setattr(rank_group.ModelRunner, "load", calls.load)
     start = rank_group.RankStart(1, config_of(model).to_settings(), 0, 0, 0, ends_engine=False)
-    assert rank_process.run(start, mock.Mock()) == ""
+    assert rank_group.run(start, mock.Mock()) == ""
     assert [call[0] for call in calls.mock_calls] == ["join_group", "load", "freeze", "follow"]
 
 

@@ -249,7 +249,7 @@ def test_grammars_are_tried(workers: PromptWorkers) -> None:
         ),
         (Grammar.regex("a(?=b)", "guided_regex"), Unsupported, "guided_regex .*look-around"),
         (Grammar.regex("(" * 5000), InvalidRequest, "grammar cannot be followed"),
-        (Grammar.ebnf("nothing"), InvalidRequest, "grammar is not rules in GBNF or Lark"),
+        (Grammar.ebnf("nothing"), InvalidRequest, "grammar is no valid ebnf"),
         (chain(5000), InvalidRequest, "guided_grammar could not be compiled within .* limits of memory and depth"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, Grammar) else "",

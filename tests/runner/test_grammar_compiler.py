@@ -121,7 +121,7 @@ def test_between_tokens_of_json_there_is_one_space_at_most(
 @pytest.mark.parametrize(
     ("grammar", "error", "words"),
     [
-        (Grammar.ebnf('root ::= "a"\nroot ::= "b"', "g"), InvalidRequest, "g is not rules in GBNF or Lark: the rule"),
+        (Grammar.ebnf('root ::= "a"\nroot ::= "b"', "g"), InvalidRequest, "g is no valid ebnf: the rule"),
         (Grammar.ebnf(r'root ::= "\ud800"', "g"), InvalidRequest, r"g is not .*: \\ud800 is no character"),
         (Grammar.ebnf("root ::= [", "g"), InvalidRequest, "Unexpected end of input at line 1"),
         (Grammar.ebnf("[" * 100_000, "g"), InvalidRequest, "Expected name at line 1"),
@@ -135,7 +135,7 @@ def test_between_tokens_of_json_there_is_one_space_at_most(
             "s cannot be followed: oneOf with cases that overlap is not supported: use anyOf",
         ),
         (Grammar.json_schema({"$ref": "https://x/y"}, "s"), InvalidRequest, "'https://x/y' is another document"),
-        (Grammar.json_schema("false", "s"), InvalidRequest, "s is not a JSON schema"),
+        (Grammar.json_schema("false", "s"), InvalidRequest, "s is no valid json schema"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, Grammar) else "",
 )

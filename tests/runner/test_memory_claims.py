@@ -67,7 +67,6 @@ def test_a_cache_of_an_engine_from_before_counts_as_far_as_it_is_not_filled(resi
 def test_a_cache_whose_size_is_set_is_left_to_its_engine_and_shares_nothing() -> None:
     explicit = ClaimRecord(2, base=0, others=100, cache=300, began=150, sized=160)
     assert spare(explicit) == (600, 1)
-    assert spare(ClaimRecord(2, base=0, takes_share=True), mine=ClaimRecord(1, base=0, began=100)) == (1000, 1)
 
 
 def test_two_engines_of_one_process_count_once(resident: dict[int, int]) -> None:

@@ -138,7 +138,7 @@ def test_two_ranks_serve_as_one_and_come_back_together(shared: Server, folder: P
         expected = client.generate("A tuple is", return_token_ids=True, **GREEDY).token_ids
     server = serve(folder, "--set", "tensor_parallel_size=2")
     try:
-        ranks = server.processes("tidewheel.runner.rank_process")
+        ranks = server.processes("tidewheel.runner.rank_group")
         assert len(ranks) == 1
         assert ready_page(server)["ranks"] == {"mine": ["cpu", "cpu"]}
         view = json.loads(top(server, "--json"))

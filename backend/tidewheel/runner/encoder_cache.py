@@ -45,8 +45,8 @@ class EncoderCache:
         self._positions = torch.arange(config.max_source_positions, device=device)
         self._slot_tokens = num_blocks * layout.block_size
         self._row_slots = np.full(self.num_slots, NO_SLOT)
-        self._free_slots = list(range(self.num_slots))
-        self._cached: dict[tuple[str, str], int] = {}  # slot by tenant and content, the latest last
+        # Slots by tenant and content, the latest last; those without content by their numbers.
+        self._cached: dict[tuple[str, str] | int, int] = {slot: slot for slot in range(self.num_slots)}
         self._starts = torch.arange(max_num_tokens + 1, dtype=torch.int32, device=device)
         self._lengths = torch.full((max_num_tokens,), config.max_source_positions, dtype=torch.int32, device=device)
         self._host_meta = self._starts.cpu().numpy(), self._lengths.cpu().numpy()
@@ -94,18 +94,13 @@ class EncoderCache:
         key = request.tenant, request.cache_salt  # which covers the content
         slot = self._cached.pop(key, None)
         if slot is None:
-            slot = self._free_slots.pop() if self._free_slots else self._cached.pop(self._least_recent())
-            try:
-                self._encode(request, slot)
-            except BaseException:
-                self._free_slots.append(slot)
-                raise
+            in_use = set(self._row_slots.tolist())
+            slot = self._cached.pop(next(key for key, slot in self._cached.items() if slot not in in_use))
+            self._cached[slot] = slot
+            self._encode(request, slot)
+            del self._cached[slot]
         self._cached[key] = slot
         return slot
-
-    def _least_recent(self) -> tuple[str, str]:
-        in_use = set(self._row_slots.tolist())
-        return next(key for key, slot in self._cached.items() if slot not in in_use)
 
     def _encode(self, request: Request, slot: int) -> None:
         assert request.inputs is not None

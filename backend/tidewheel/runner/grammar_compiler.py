@@ -49,14 +49,6 @@ _PLAIN = tuple(
 )
 # Models fill an answer with whitespace where they may.
 _DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " "}
-_WRITTEN = {
-    GrammarKind.JSON_SCHEMA: "a JSON schema",
-    GrammarKind.JSON_OBJECT: "a JSON object",
-    GrammarKind.REGEX: "a pattern",
-    GrammarKind.CHOICE: "a list of choices",
-    GrammarKind.EBNF: "rules in GBNF or Lark",
-    GrammarKind.LARK: "rules in Lark",
-}
 # Else llguidance would make an added token of its text in a string, where only the characters fit, and refuse both.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # precede a schema's `x-guidance`
@@ -158,7 +150,8 @@ def _source(grammar: Grammar) -> str:
     except RecursionError:
         raise InvalidRequest(f"{grammar.name} is nested too deep") from None
     except Exception as error:
-        raise InvalidRequest(f"{grammar.name} is not {_WRITTEN[grammar.kind]}: {_one_line(str(error))}") from None
+        kind = grammar.kind.replace("_", " ")
+        raise InvalidRequest(f"{grammar.name} is no valid {kind}: {_one_line(str(error))}") from None
 
 
 def _plain(problem: str) -> str:

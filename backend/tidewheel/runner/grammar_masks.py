@@ -23,18 +23,14 @@ from tidewheel.runner.accelerator import CudaAccelerator
 class GrammarState:
     def __init__(self, new: NewRow) -> None:
         assert new.request.grammar is not None
-        self._compiled, self._ends = new.request.grammar
-        compiled = self._compiled
-        self._end_bit = compiled.end_bit
-        self.num_words = compiled.num_words
+        self.compiled, self._ends = new.request.grammar
         self._stops = (*self._ends, *new.request.stop_token_ids)
         self._first_stop_position = new.request.num_prompt_tokens + new.sampling.min_tokens
         self._avoids_end = new.sampling.ignore_eos
         allowed = new.sampling.allowed_token_ids
-        self._allowed = packed(allowed, self.num_words) if allowed else None
+        self._allowed = packed(allowed, self.compiled.num_words) if allowed else None
         self._consumed: list[int] = new.token_ids[new.request.num_prompt_tokens :].tolist()
-        self.matcher = compiled.matcher(self._consumed)
-        self.pool = compiled.pool
+        self.matcher = self.compiled.matcher(self._consumed)
 
     def _follows(self, token_id: int) -> bool:
         """Return False for end tokens and negative ids, which the grammar does not consume."""
@@ -54,14 +50,14 @@ class GrammarState:
     def take_back(self, num_drafts: int) -> None:
         """Undo the consumption of drafts, after which the matcher may have failed."""
         if num_drafts and not self.matcher.rollback(num_drafts):
-            self.matcher = self._compiled.matcher(self._consumed)
+            self.matcher = self.compiled.matcher(self._consumed)
 
     def complete(self, mask: TokenMask, position: int) -> None:
         """Add end tokens and apply `allowed_token_ids`; clear the mask of a grammar that has become too complex."""
         if self.matcher.is_error():
             mask.words[:] = 0
             return
-        may_end = mask.clear(self._end_bit)
+        may_end = mask.clear(self.compiled.end_bit)
         for token_id in self._ends:
             mask.clear(token_id)
             if may_end:
@@ -126,7 +122,7 @@ class _UnreadTokens(NamedTuple):
             for matcher, token in work:
                 matcher.consume_token(token)
         elif work:
-            self.states[0].pool.consume_token_par(work)
+            self.states[0].compiled.pool.consume_token_par(work)
 
 
 class _RowMasks(NamedTuple):
@@ -166,11 +162,9 @@ class GrammarRows:
         if not indices:
             return None
         states = [self.states[rows[index]] for index in indices]
-        drafts = (
-            batch.draft_tokens[batch.samples][indices].tolist()
-            if len(batch.draft_tokens)
-            else [NO_DRAFT] * len(indices)
-        )
+        drafts = [NO_DRAFT] * len(indices)
+        if len(batch.draft_tokens):
+            drafts = batch.draft_tokens[batch.samples][indices].tolist()
         unread, self._unread = self._unread, []
         bits = self._thread.submit(self._filled, states, positions[indices].tolist(), drafts, unread)
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
@@ -189,14 +183,13 @@ class GrammarRows:
     ) -> torch.Tensor:
         for earlier in unread:
             earlier.consume()
-        shape = len(states), states[0].num_words
+        shape, pool = (len(states), states[0].compiled.num_words), states[0].compiled.pool
         accelerator = self._accelerator
         bits = accelerator.pinned(shape, torch.int32) if accelerator else torch.empty(shape, dtype=torch.int32)
         rows = _rows_of(states, drafts)
         if len(rows) < len(states):
             bits.zero_()  # no mask is computed after a draft that the grammar forbids
-        masks, pool = bits.numpy().view(np.uint32), states[0].pool
-        left, offset = rows, 0
+        masks, left, offset = bits.numpy().view(np.uint32), rows, 0
         while left:
             matchers = [(state.matcher, first + offset) for state, first, _ in left]
             pool.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), 4 * shape[1], shape[0])

@@ -172,12 +172,11 @@ class MemoryClaim:
 
     def spare(self, available: int, others: int) -> SpareMemory:
         """Return the cache's part of `available` bytes; `others`: weights, activations, host tier."""
-        self._claim = msgspec.structs.replace(self._claim, others=others)
-        if self._claim.takes_share:  # the claims of other ranks are among those that share
-            return spare_memory(self._claim, _claims(self._claim), available)
+        self._claim = mine = msgspec.structs.replace(self._claim, others=others)
+        if mine.takes_share:  # the claims of other ranks are among those that share
+            return spare_memory(mine, _claims(mine), available)
         # A fixed cache is compared with free memory: other claims may stay unused.
-        spare = spare_memory(self._claim, {self._claim.pid: [self._claim]}, available)
-        return spare._replace(bytes=spare.bytes // self._num_ranks)
+        return SpareMemory(max(available - _growth(mine), 0) // self._num_ranks, 1)
 
     def take(self, cache: int) -> None:
         self._claim = msgspec.structs.replace(self._claim, cache=cache, sized=time.monotonic_ns())
@@ -187,8 +186,7 @@ class MemoryClaim:
 def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
     """Return the part of `available` bytes for this engine's cache. `claims`: by process id, with `mine`.
 
-    Subtract what engines claim but do not hold yet. Engines that size caches at the same time share the rest equally;
-    an engine with a fixed cache gets all of it.
+    Subtract what engines claim but do not hold yet. Engines that size caches at the same time share the rest equally.
     """
     num_engines, growth = 0, 0
     for pid, of_process in claims.items():
@@ -198,12 +196,12 @@ def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], availa
             num_engines += loads_too
             expected += claim.others + (0 if loads_too else claim.cache)
         growth += max(expected - resident_bytes(pid), 0)
-    num_engines = num_engines if mine.takes_share else 1
-    unclaimed = max(available - growth, 0)
-    if mine.takes_share:
-        own_growth = max(mine.base + mine.others - resident_bytes(mine.pid), 0)
-        unclaimed = max(unclaimed, (available - own_growth) // _LEAST_SHARE)
+    unclaimed = max(available - growth, (available - _growth(mine)) // _LEAST_SHARE, 0)
     return SpareMemory(unclaimed // num_engines, num_engines)
+
+
+def _growth(mine: ClaimRecord) -> int:
+    return max(mine.base + mine.others - resident_bytes(mine.pid), 0)
 
 
 def resident_bytes(pid: int) -> int:

@@ -172,11 +172,9 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
-    obstacle = "enforce_eager is set" if config.enforce_eager else ""
-    if parts.device.type == "cpu":
-        obstacle = "the device is a CPU"
-    if obstacle:
-        logger.info("CUDA graphs: none, %s", obstacle)
+    if parts.device.type == "cpu" or config.enforce_eager:
+        cause = "the device is a CPU" if parts.device.type == "cpu" else "enforce_eager is set"
+        logger.info("CUDA graphs: none, %s", cause)
         return GraphSizes()
     budget = config.max_num_batched_tokens
     prompts = prompt_sizes(budget) if isinstance(parts.model, Decoder) else ()

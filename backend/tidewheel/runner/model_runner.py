@@ -136,17 +136,23 @@ class ModelRunner:
         if trial is not None:
             cache = BlockTransfers(KVTensors(parts.layout, len(trial[0].block_ids), parts.device))
             runner = cls(parts.model, cache, parts.info, parts.device, accelerator, parts.encoder, draft=parts.draft)
-            objection = runner._objection_to_graphs(*trial)
+            objection = runner._objection_to_graphs(accelerator, *trial)
         if objection:
             logger.info("CUDA graphs: none of %s: %s", name, objection)
             return GraphSizes()
         logger.info("CUDA graphs: of decodes, as %s computed the same in a trial", name)
         return sizes
 
-    def _objection_to_graphs(self, prompts: ScheduledBatch, decodes: Sequence[ScheduledBatch]) -> str:
+    @torch.inference_mode()
+    def _objection_to_graphs(
+        self, accelerator: CudaAccelerator, prompts: ScheduledBatch, decodes: Sequence[ScheduledBatch]
+    ) -> str:
         try:
             self.run(prompts)
-            self.decode_without_waiting(decodes[0])  # a wait would fail a capture
+            forward = self._eager_forward(decodes[0])
+            forward()
+            with accelerator.no_waiting():  # a wait would fail a capture
+                forward()
             self.capture(GraphSizes([len(prompts.rows)]), no_progress)
             differences = [relative_difference(*self.logits_of_both(decode)) for decode in decodes]
         except (torch.OutOfMemoryError, ConfigError):
@@ -292,15 +298,6 @@ class ModelRunner:
             self._send(batch, self._rows.padded(self._rows.host_inputs(batch), graph.num_rows), {}, ())
             graph.forward.graph.replay()
         return computed, graph.forward.output[: len(batch.rows)]
-
-    def decode_without_waiting(self, batch: ScheduledBatch) -> None:
-        """Run decodes twice. Raise if the second, compiled run waits for the device."""
-        assert self._accelerator is not None
-        with torch.inference_mode():
-            forward = self._eager_forward(batch)
-            forward()
-            with self._accelerator.no_waiting():
-                forward()
 
     def _eager_forward(self, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
         changes, host = self._rows.update(batch), self._rows.host_inputs(batch)

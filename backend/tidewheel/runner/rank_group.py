@@ -1,12 +1,14 @@
 """Processes of a model that several devices share, its ranks.
 
 The engine's process is rank 0: it schedules, samples, and sends each step to the other ranks, which run the same
-`ModelRunner` on their parts of the weights. No process outlives the group.
+`ModelRunner` on their parts of the weights, each in a process of this module. No process outlives the group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -14,8 +16,10 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +29,7 @@ import msgspec
 import torch
 
 from tidewheel.batch import RowError, ScheduledBatch
+from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import Progress
@@ -34,8 +39,9 @@ from tidewheel.runner.collectives import MemoryCollectives, NcclCollectives, Ran
 from tidewheel.runner.device import check_ranks_fit, num_cores, uses_gpus
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingStep
-from tidewheel.runner.step_messages import LeaderLoras, decode_step, encode_step, without_rows
+from tidewheel.runner.step_messages import LeaderLoras, decode_step, encode_step, serve_reads, without_rows
 from tidewheel_process.child import Child
+from tidewheel_process.current_process import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,9 @@ HANG_S = 1.5  # longest wait for another rank inside a step
 GPU_HANG_S = 60.0  # longest time of an operation on a GPU, with the steps that are queued before it
 END_S = 0.1  # from a failed operation to the end of the rank that caused it
 AFTER_RANK_S = 1.5  # time that an engine has to end by itself after another rank ended
+LEADER_HANG_S = HANG_S + 0.15  # rank 0 may itself wait for a rank that hangs, and tells its clients
+USED_S = 0.02  # processor time of a process that computes
+GAP_S = 0.5  # between two calls of `LeaderWatch`, at least: between two waits
 
 
 class RankStart(msgspec.Struct):
@@ -70,7 +79,7 @@ class RankProcess:
         with socket.socket(fileno=os.dup(self.steps.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         start = RankStart(rank, config.to_settings(), memory, steps.fileno(), loras.fileno(), is_engine)
-        command = [sys.executable, "-P", "-m", "tidewheel.runner.rank_process", msgspec.json.encode(start).decode()]
+        command = [sys.executable, "-P", "-m", __name__, msgspec.json.encode(start).decode()]
         started: Future[Child] = Future()
         threading.Thread(
             target=self._run, args=(command, memory, steps, loras, started), name=f"rank-{rank}", daemon=True
@@ -210,19 +219,6 @@ class LeaderRunner(ModelRunner):
             raise
 
 
-@torch.inference_mode()
-def follow(
-    runner: ModelRunner, next_message: Callable[[], bytes | None], loras: MutableMapping[int, LoraWeights]
-) -> None:
-    """Run the steps of rank 0 until `next_message` returns None. `loras`: adapters that were read, by number."""
-    while (message := next_message()) is not None:
-        batch = decode_step(message, loras)
-        if len(batch.rows):
-            runner.launch(batch)
-        else:
-            runner.prepare(batch)
-
-
 def load_group(config: EngineConfig, progress: Progress | None) -> LeaderRunner:
     """Start the other ranks, and load this one's part. Raise `ConfigError`.
 
@@ -260,3 +256,82 @@ def join_group(config: EngineConfig, rank: int, memory: int, lost: Callable[[], 
     if config.num_threads is None:
         torch.set_num_threads(max(num_cores() // num_ranks, 1))
     return MemoryCollectives(memory, rank, num_ranks, limit_s, lost)
+
+
+class LeaderWatch:
+    """Killer of an engine that hangs: its process uses no processor time while this rank waits for it."""
+
+    is_armed = False  # a load may wait for a disk
+
+    def __init__(self) -> None:
+        self._leader = os.getppid()  # with which this process ends
+        self._clock = ~self._leader << 3 | 2  # of the process's processor time, see clock_getcpuclockid(3)
+        self._called_at = self._since = self._used_s = 0.0
+
+    def __call__(self) -> str:
+        """Look at the engine. Call it again and again in a wait."""
+        now, used_s = time.monotonic(), time.clock_gettime(self._clock)
+        if now - self._called_at > GAP_S or used_s - self._used_s > USED_S:
+            self._since, self._used_s = now, used_s
+        self._called_at = now
+        if self.is_armed and now - self._since > LEADER_HANG_S:
+            log.error("engine died: rank 0 hangs in a step")
+            os.kill(self._leader, signal.SIGKILL)
+        return ""
+
+
+@torch.inference_mode()
+def follow(
+    runner: ModelRunner, next_message: Callable[[], bytes | None], loras: MutableMapping[int, LoraWeights]
+) -> None:
+    """Run the steps of rank 0 until `next_message` returns None. `loras`: adapters that were read, by number."""
+    while (message := next_message()) is not None:
+        batch = decode_step(message, loras)
+        if len(batch.rows):
+            runner.launch(batch)
+        else:
+            runner.prepare(batch)
+
+
+def run(start: RankStart, connection: Connection) -> str:
+    """Run the rank until the engine ends. Return the reason of an end before that."""
+    try:
+        connection.send_bytes(b"")  # it is about to join the group
+        config, rank = EngineConfig.from_settings(start.settings), start.rank
+        watch = LeaderWatch()
+        shard = Shard(rank, config.tensor_parallel_size, join_group(config, rank, start.memory, watch))
+        runner = ModelRunner.load(config, shard=shard)
+        watch.is_armed = start.ends_engine
+        gc.collect()
+        gc.freeze()  # a collection of what loading made takes 0.1 s, for which all ranks would wait
+        loras: dict[int, LoraWeights] = {}
+        if config.enable_lora:
+            serving = partial(serve_reads, Connection(start.loras), runner.read_lora, loras)
+            threading.Thread(target=serving, name="loras", daemon=True).start()
+        with contextlib.suppress(EOFError):
+            follow(runner, connection.recv_bytes, loras)
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:
+        log.exception("the rank failed")
+        return f"rank {start.rank} failed: {type(error).__name__}; its traceback is in the log"
+    return ""
+
+
+def main() -> None:
+    start = msgspec.json.decode(sys.argv[1], type=RankStart)
+    end_with_parent(signal.SIGKILL)  # a stopped process takes no other signal
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when all end: a service manager signals all
+        signal.signal(number, signal.SIG_IGN)
+    protect_texts()
+    log_to_stderr(logging.INFO, f"%(asctime)s %(levelname)s rank {start.rank}: %(message)s")
+    faulthandler.enable()
+    with Connection(start.steps) as connection:
+        reason = run(start, connection)
+        with contextlib.suppress(OSError):
+            connection.send_bytes(reason.encode())
+    os._exit(bool(reason))  # without the interpreter's clean-up, which can hang on a failed device
+
+
+if __name__ == "__main__":
+    main()

@@ -102,8 +102,7 @@ def sample_tokens(
     if plan.words is not None:
         forbid_words(logits, history(), WordTensors(*sent["words"]))
     if plan.penalties is not None:
-        longest = int(plan.penalties.num_tokens.max())
-        apply_penalties(logits, history(), PenaltyTensors(longest, *sent["penalties"]))
+        apply_penalties(logits, history(), PenaltyTensors(plan.max_num_tokens, *sent["penalties"]))
     if plan.masks is not None:
         bits = plan.masks.bits.result().to(logits.device, non_blocking=True)
         apply_token_mask(logits, sent["mask_rows"][0], bits)

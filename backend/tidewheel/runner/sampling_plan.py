@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowError, ScheduledBatch
+from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowArray, RowError, ScheduledBatch
 from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel.runner.grammar_masks import GrammarRows, MaskJob, packed
 from tidewheel.runner.inputs import Group, Groups, HostInputs
@@ -110,17 +110,6 @@ def greedy_columns(num_rows: int) -> DrawColumns:
     return DrawColumns(zeros, zeros.astype(np.int32), np.ones(num_rows, dtype=np.float32), zeros, zeros)
 
 
-class PenaltyColumns(NamedTuple):
-    """Host arrays of P rows for `tidewheel_kernels.PenaltyTensors`."""
-
-    rows: Int32Array
-    num_prompt_tokens: Int32Array
-    num_tokens: Int32Array
-    repetition: Float32Array
-    presence: Float32Array
-    frequency: Float32Array
-
-
 # Prompt positions whose logits exist at once: 2,048 take 622 MB (152,000 tokens, bfloat16), 512 are compute-bound.
 SCORED_AT_ONCE = 512
 
@@ -151,7 +140,8 @@ class SamplingPlan:
     allowed: Group | None  # sampling rows [R] and their bit sets [R * words]
     bias: Group | None  # sampling rows, token ids and values [N], which are added to the logits
     words: Group | None  # fields of `tidewheel_kernels.WordTensors`
-    penalties: PenaltyColumns | None
+    penalties: Group | None  # fields of `tidewheel_kernels.PenaltyTensors`
+    max_num_tokens: int  # of the rows with penalties
     logprob_rows: Int64Array  # [L] sampling rows
     num_top_logprobs: Int32Array  # [L]
     masks: MaskJob | None
@@ -192,17 +182,12 @@ class SamplingTable:
         self._vocab_size, self._num_ranks = vocab_size, num_ranks
         self.grammars = GrammarRows(accelerator)
         self._floats = {name: np.zeros(max_num_seqs, dtype=np.float32) for name in FLOATS}
-        self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
-        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        self._reads_all = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
-        self._num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
-        self._pools_last = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._pools_all = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._top_k, self._num_prompt_tokens = np.zeros((2, max_num_seqs), dtype=np.int32)
+        self._num_logprobs, self._num_prompt_logprobs = np.full((2, max_num_seqs), NO_LOGPROBS, dtype=np.int32)
+        self._has_rules, self._has_penalties, self._reads_all = np.zeros((3, max_num_seqs), dtype=np.bool_)
+        self._pools_last, self._pools_all = np.zeros((2, max_num_seqs), dtype=np.bool_)
         self._with_more: set[int] = set()  # that score or pool
-        self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, LogitRules] = {}
 
     def update(self, batch: ScheduledBatch) -> None:
@@ -256,13 +241,15 @@ class SamplingTable:
         ruled = [(i, int(positions[i]), self._rules[int(rows[i])]) for i in indices]
         num_logprobs = self._num_logprobs[rows]
         logprob_rows = np.flatnonzero(num_logprobs >= 0)
+        with_penalties = np.flatnonzero(self._has_penalties[rows])
         return SamplingPlan(
             draw=draw,
             flags=draw.flags() if any_sampled else [False] * 4,
             allowed=_allowed_columns(ruled),
             bias=_joined([(i, rules.biases(position)) for i, position, rules in ruled]),
             words=_word_columns(ruled),
-            penalties=self._penalty_columns(rows, positions),
+            penalties=self._penalty_columns(rows, positions, with_penalties) if len(with_penalties) else None,
+            max_num_tokens=int(positions[with_penalties].max(initial=0)),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
             masks=self.grammars.start(batch, positions) if self.grammars.states else None,
@@ -295,19 +282,10 @@ class SamplingTable:
             np.repeat(np.arange(len(chosen)), (ends - starts)[chosen]),
         )
 
-    def _penalty_columns(self, rows: Int32Array, positions: Int32Array) -> PenaltyColumns | None:
-        indices = np.flatnonzero(self._has_penalties[rows])
-        if not len(indices):
-            return None
+    def _penalty_columns(self, rows: Int32Array, positions: Int32Array, indices: RowArray) -> Group:
         rows = rows[indices]
-        return PenaltyColumns(
-            rows=indices.astype(np.int32),
-            num_prompt_tokens=self._num_prompt_tokens[rows],
-            num_tokens=positions[indices],
-            repetition=self._floats["repetition_penalty"][rows],
-            presence=self._floats["presence_penalty"][rows],
-            frequency=self._floats["frequency_penalty"][rows],
-        )
+        penalties = [self._floats[f"{kind}_penalty"][rows] for kind in ("repetition", "presence", "frequency")]
+        return indices.astype(np.int32), self._num_prompt_tokens[rows], positions[indices], *penalties
 
 
 Ruled = list[tuple[int, int, LogitRules]]  # sampling row, position

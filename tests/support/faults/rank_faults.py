@@ -144,7 +144,7 @@ def _after(point: str, owner: object, name: str) -> None:
 
 
 def _plant() -> None:
-    from tidewheel.runner import host_tier, model_runner, rank_group, rank_process, sampler
+    from tidewheel.runner import host_tier, model_runner, rank_group, sampler
 
     join = rank_group.join_group
 
@@ -155,10 +155,9 @@ def _plant() -> None:
         return collectives
 
     def start(command: list[str], **options: Any) -> Child:
-        return Child([__spec__.name if part == rank_process.__name__ else part for part in command], **options)
+        return Child([__spec__.name if part == rank_group.__name__ else part for part in command], **options)
 
     vars(rank_group).update(join_group=join_group, Child=start)
-    vars(rank_process).update(join_group=join_group)
     _after("weights loaded", model_runner, "load_parts")
     _after("message sent", rank_group.LeaderRunner, "_announce")
     _after("message received", rank_group, "decode_step")
@@ -174,9 +173,9 @@ def main() -> None:
     _points = _Points()
     _plant()
     if RANK:
-        from tidewheel.runner import rank_process
+        from tidewheel.runner import rank_group
 
-        rank_process.main()
+        rank_group.main()
     else:
         from tidewheel.engine import process
 

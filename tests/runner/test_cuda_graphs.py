@@ -12,7 +12,7 @@ import torch
 from support.runner.recorded_graphs import NotCapturable, RecordedGraph, RecordingPool
 from tidewheel.runner import accelerator
 from tidewheel.runner.accelerator import CudaAccelerator, CudaGraphPool, _CudaArray
-from tidewheel.runner.profiling import estimated_graph_bytes
+from tidewheel.runner.warm_up import estimated_graph_bytes
 
 DEVICE = torch.device("cuda", 0)
 

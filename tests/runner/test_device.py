@@ -18,7 +18,8 @@ from tidewheel.runner.device import (
     resolve_device,
     resolve_dtype,
 )
-from tidewheel.runner.profiling import StepSize, gpu_budget, measured_activation_bytes
+from tidewheel.runner.loading import gpu_budget
+from tidewheel.runner.warm_up import StepSize, measured_activation_bytes
 from tidewheel.settings import MIB
 from tidewheel_kernels import FP8
 from tidewheel_kernels.native import library

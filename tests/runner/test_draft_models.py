@@ -11,7 +11,7 @@ import pytest
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.model_folder import resolve_folder
-from tidewheel.runner.draft_models import check_tokens, find_draft
+from tidewheel.runner.drafter import check_tokens, find_draft
 
 VOCAB = {"a": 0, "b": 1, "ab": 2}
 MORE = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

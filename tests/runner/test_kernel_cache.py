@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.runner import kernel_cache
-from tidewheel.runner.kernel_cache import CompileLog, cache_folder, prepare_kernels
+from tidewheel.runner import device
+from tidewheel.runner.device import CompileLog, cache_folder, prepare_kernels
 
 CUDA = torch.device("cuda", 0)
 
@@ -64,7 +64,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
     def fail(device: torch.device) -> None:
         raise error
 
-    monkeypatch.setattr(kernel_cache, "_run_a_kernel", fail)
+    monkeypatch.setattr(device, "_run_a_kernel", fail)
     with pytest.raises(ConfigError) as caught:
         prepare_kernels(CUDA)
     assert "\n" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_a_cpu_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_is_compiled_while_serving_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernel_cache, "_run_a_kernel", lambda device: None)
+    monkeypatch.setattr(device, "_run_a_kernel", lambda device: None)
     monkeypatch.setattr("triton.knobs.runtime.jit_cache_hook", None)  # and afterwards
     stages: list[str] = []
     log = prepare_kernels(CUDA, lambda stage, _: stages.append(stage))

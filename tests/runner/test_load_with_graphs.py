@@ -17,8 +17,8 @@ from tidewheel.config import CacheDType, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import model_runner
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.profiling import StepMemory
 from tidewheel.runner.step_graphs import GraphSizes, StepGraphs
+from tidewheel.runner.warm_up import StepMemory
 
 pytestmark = pytest.mark.usefixtures("one_rounding")
 

@@ -20,9 +20,9 @@ from tidewheel.config import EngineConfig
 from tidewheel.models import architectures
 from tidewheel.runner import sampler
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 from tidewheel.runner.sampler import score_prompts
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PromptScoring
+from tidewheel.runner.warm_up import StepSize, estimated_activation_bytes
 from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel_kernels import LogprobsOutput, compute_logprobs
 

@@ -25,11 +25,11 @@ from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_conf
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
 from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
-from tidewheel.runner.draft_models import find_draft, find_draft_source, plan_draft
+from tidewheel.runner.drafter import find_draft, find_draft_source, plan_draft
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, total_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
-from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
-from tidewheel.runner.profiling import StepSize, estimated_activation_bytes, left_of_utilization
+from tidewheel.runner.loading import BLOCK_SIZES, cache_budget, left_of_utilization
+from tidewheel.runner.warm_up import StepSize, estimated_activation_bytes
 from tidewheel.settings import GIB, MIB, shown_bytes
 from tidewheel_kernels.kv_cache.codes import head_bytes
 

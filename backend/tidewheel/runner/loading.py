@@ -20,14 +20,19 @@ from tidewheel.models.loader import STAGE, load_model, plan_model
 from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.shard import Shard
 from tidewheel.models.whisper import Whisper
-from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
-from tidewheel.runner.draft_models import find_draft_source
-from tidewheel.runner.drafter import DraftModel
+from tidewheel.runner.device import (
+    CompileLog,
+    check_deterministic,
+    device_name,
+    limit_threads,
+    prepare_kernels,
+    resolve_device,
+)
+from tidewheel.runner.drafter import DraftModel, find_draft_source
 from tidewheel.runner.encoder_cache import EncoderCache
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory, total_host_bytes
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
 from tidewheel.runner.kv_tensors import (
     CacheLayout,
     KVTensors,
@@ -36,8 +41,8 @@ from tidewheel.runner.kv_tensors import (
     decide_size,
     limited_budget,
 )
-from tidewheel.runner.profiling import StepMemory, gpu_budget
 from tidewheel.runner.step_graphs import GraphSizes, decode_sizes, prompt_sizes, unsplit_sizes
+from tidewheel.runner.warm_up import StepMemory
 from tidewheel.settings import MIB, shown_bytes
 
 FIRST = "start"
@@ -231,3 +236,26 @@ def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget
             f"a KV cache of {num_blocks * layout.all_block_bytes // MIB} MiB ({num_blocks} blocks) cannot be "
             f"allocated: {room}lower num_blocks or {budget.setting}"
         ) from error
+
+
+def gpu_budget(config: EngineConfig, needs: Mapping[str, int], device: torch.device) -> MemoryBudget:
+    """Return what the engine's share leaves for the cache. `needs`: other bytes by name, not taken yet."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    own, coming = torch.cuda.memory_reserved(device), sum(needs.values())
+    if (share := config.device_memory_share) is not None:
+        return limited_budget(share, total, own + coming, free - coming, is_of_gpu=True)
+    fraction, taken = config.gpu_memory_utilization, total - free
+    others = taken - own
+    needed = " and ".join(f"{name} need {size // MIB}" for name, size in needs.items())
+    source = (
+        f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {others // MIB} of them "
+        f"by CUDA itself and other programs, and {needed})"
+    )
+    allowed = left_of_utilization(fraction, total, taken, coming)
+    return MemoryBudget(allowed, source, "gpu_memory_utilization", total, fraction)
+
+
+def left_of_utilization(fraction: float, total: int, taken: int, coming: int) -> int:
+    """Return the bytes for a cache by `gpu_memory_utilization`, which counts what all programs have taken."""
+    return int(total * fraction) - taken - coming

@@ -40,20 +40,24 @@ from tidewheel.runner.inputs import (
 )
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
-from tidewheel.runner.profiling import (
-    StepMemory,
-    StepSize,
-    estimated_activation_bytes,
-    estimated_graph_bytes,
-    largest_step,
-    measured_activation_bytes,
-    smallest_step,
-)
 from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_part, score_prompts
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
 from tidewheel.runner.step_graphs import DecodeGraph, GraphSizes, LoraStacks, StepGraphs, StepModel
 from tidewheel.runner.thread_count import StepThreads
-from tidewheel.runner.warm_up import MEASURED_S, demanding_batch, graph_trial, measure_decodes, warm_up
+from tidewheel.runner.warm_up import (
+    MEASURED_S,
+    StepMemory,
+    StepSize,
+    demanding_batch,
+    estimated_activation_bytes,
+    estimated_graph_bytes,
+    graph_trial,
+    largest_step,
+    measure_decodes,
+    measured_activation_bytes,
+    smallest_step,
+    warm_up,
+)
 
 logger = logging.getLogger(__name__)
 

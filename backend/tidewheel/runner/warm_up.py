@@ -1,7 +1,8 @@
-"""Synthetic steps that compile kernels before the first request, and whose seconds are measured.
+"""Synthetic steps: they compile kernels before the first request, and show what steps take.
 
 triton-lang compiles a kernel for each combination of constants, argument types, and whether integers are 1 or
-multiples of 16.
+multiples of 16. Memory is measured on a GPU, estimated on a CPU. Graphs point into the cache, so they come after it;
+the largest are captured before to estimate all.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from tidewheel.batch import NO_DRAFT, NO_TRANSFERS, SPARE_LOGITS, Int32Array, NewRow, ScheduledBatch, no_ids
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import Progress
+from tidewheel.models.causal_lm import ModelShape, Progress
 from tidewheel.models.trial_prompt import random_tokens
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.profiling import StepSize, largest_step
+from tidewheel.runner.sampling_plan import SCORED_AT_ONCE
 from tidewheel.sampling import SamplingParams
+from tidewheel.settings import MIB
+
+T = TypeVar("T")
 
 STAGE = "kernels"
 GROWTH = 4
@@ -32,6 +36,78 @@ MEASURED_S = 1.0  # for all sizes
 LEAST_MEASURED = 8  # entries; larger steps are left out once the time is over
 NUM_MEASURED = 5  # steps of each size
 TRIAL_LENGTHS, NUM_TRIAL_DECODES = (3, 17, 8, 30), 2
+
+
+class StepMemory(NamedTuple):
+    activations: int  # bytes
+    graphs: int
+
+
+class StepSize(NamedTuple):
+    num_rows: int
+    tokens_per_row: int
+
+    def num_blocks(self, block_size: int) -> int:
+        return -(-self.tokens_per_row // block_size)
+
+
+def largest_step(info: RunnerInfo) -> StepSize:
+    num_rows = min(info.max_num_seqs, info.max_num_batched_tokens)
+    return StepSize(num_rows, max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1)))
+
+
+def smallest_step(info: RunnerInfo) -> StepSize:
+    return StepSize(1, min(2, info.max_model_len))
+
+
+def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Return the bytes of the widest tensors: residual, norm, gate, up and product of a layer, and logits twice."""
+    per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
+    num_tokens = size.num_rows * size.tokens_per_row
+    per_logit = dtype.itemsize + torch.float32.itemsize
+    sampled = size.num_rows * (per_logit + torch.int32.itemsize)
+    scored = min(num_tokens, SCORED_AT_ONCE) * per_logit
+    return num_tokens * per_token + shape.vocab_size * max(sampled, scored)
+
+
+def measured_activation_bytes(
+    run: Callable[[StepSize], T], size: StepSize, device: torch.device, num_ranks: int
+) -> tuple[T, int]:
+    """Return `run`'s result and its peak memory in bytes. Raise `ConfigError`, naming settings that fit."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = _run_if_it_fits(run, size)
+    if result is None:
+        raise ConfigError(_what_fits(run, size, before, num_ranks))
+    return result, torch.cuda.max_memory_allocated(device) - before
+
+
+def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
+    try:
+        return run(size)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes: int, num_ranks: int) -> str:
+    obstacle = f"a step of {size.num_rows} requests with {size.tokens_per_row} tokens each does not fit on the GPU"
+    beside = f"{obstacle} beside {weights_bytes // MIB} MiB of weights"
+    if num_ranks > 1:  # the others are inside this step, and would not take part in a smaller one
+        return f"{beside}: lower max_num_batched_tokens or max_num_seqs"
+    num_rows, length = size
+    while num_rows and _run_if_it_fits(run, StepSize(num_rows, length)) is None:
+        num_rows, length = (num_rows, length // 2) if length > 1 else (num_rows // 2, 1)
+        torch.cuda.empty_cache()
+    if not num_rows:
+        return f"{beside}, nor does a step of one token: use a larger GPU, or stop what else runs on it"
+    if num_rows < size.num_rows:
+        return f"{beside}: set max_num_seqs and max_num_batched_tokens to at most {num_rows}"
+    return f"{beside}: set max_num_batched_tokens to at most {num_rows * length}"
+
+
+def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
+    """Estimate the bytes of all graphs: the first pays for the pool, the others count as max(`taken[1:]`) each."""
+    return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 
 class WarmUpRow(NamedTuple):

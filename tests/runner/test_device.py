@@ -189,7 +189,7 @@ def test_memory_of_a_gpu_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "and steps and graphs need 150)"
     )
     limited = gpu_budget(EngineConfig(model="m", device_memory_share=0.5), {"steps and graphs": 150 * MIB}, CPU)
-    assert (limited.bytes, limited.setting, limited.is_of_gpu) == (100 * MIB, "device_memory_share", True)
+    assert (limited.bytes, limited.setting, limited.host_bytes) == (100 * MIB, "device_memory_share", None)
     assert limited.least_setting(200 * MIB) == 0.6
 
 

@@ -60,10 +60,6 @@ class MemoryBudget(NamedTuple):
     fraction: float = 0.0
     host_bytes: int | None = None  # bound of a CPU cache
 
-    @property
-    def is_of_gpu(self) -> bool:
-        return self.device_bytes is not None and self.host_bytes is None
-
     def least_setting(self, num_bytes: int) -> float | None:
         """Return the least `setting` (MiB, or fraction) for `num_bytes`, if any."""
         if self.host_bytes is not None and num_bytes > self.host_bytes:
@@ -122,7 +118,8 @@ def decide_size(
         return CacheSize(num_blocks, max_model_len, source)
     need = f"{needed} blocks of {layout.block_size} tokens need {-(-needed * layout.all_block_bytes // MIB)} MiB"
     ways = [f"raise {setting} to at least {least:g}"] if least is not None else []
-    larger = f"use a {'larger GPU' if budget.is_of_gpu else 'machine with more memory'}"
+    is_of_gpu = budget.device_bytes is not None and budget.host_bytes is None
+    larger = f"use a {'larger GPU' if is_of_gpu else 'machine with more memory'}"
     if may_shorten and tokens:
         shortened = (
             f"max_model_len is {tokens} of a context of {max_model_len} tokens, because {source} gives no larger "
@@ -213,7 +210,5 @@ def with_scales(
 def scales_of_largest(largest: torch.Tensor) -> torch.Tensor:
     """Return power-of-two scales for the largest magnitudes; 1 where 0 or not finite."""
     exponents = torch.frexp(largest.float() * (HEADROOM / torch.finfo(FP8).max)).exponent
-    powers = torch.ldexp(
-        torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)
-    )
+    powers = torch.ldexp(torch.ones(()), exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT))
     return torch.where(largest.isfinite() & (largest > 0), powers, 1.0)

@@ -163,16 +163,10 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
     if parts.claim is not None:
         parts.claim.take(num_bytes)
     info = msgspec.structs.replace(
-        parts.info,
-        num_blocks=size.num_blocks,
-        max_model_len=size.max_model_len,
-        cache_source=size.source,
-        shortened=size.shortened,
-        activation_bytes=memory.activations,
-        kv_cache_bytes=num_bytes,
-        num_host_blocks=num_host_blocks,
-        swap_seconds_per_block=cache.seconds_per_block(),
-    )
+        parts.info, num_blocks=size.num_blocks, max_model_len=size.max_model_len, cache_source=size.source,
+        shortened=size.shortened, activation_bytes=memory.activations, kv_cache_bytes=num_bytes,
+        num_host_blocks=num_host_blocks, swap_seconds_per_block=cache.seconds_per_block(),
+    )  # fmt: skip
     return cache, info
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -175,7 +175,7 @@ class ModelRunner:
         largest = largest_step(parts.info)
 
         def run(size: StepSize) -> ModelRunner:
-            cache = BlockTransfers(KVTensors(layout, size.num_blocks(layout.block_size), device))
+            cache = BlockTransfers(KVTensors(layout, -(-size.tokens_per_row // layout.block_size), device))
             runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder, parts.shard, parts.draft)
             runner.run(runner.with_adapters(demanding_batch(size, layout.block_size)))
             return runner
@@ -186,7 +186,8 @@ class ModelRunner:
             run(smallest_step(parts.info))
             return StepMemory(max(estimated(layout.shape), of_drafts), 0)
         runner, activation_bytes = measured_activation_bytes(run, largest, device, parts.shard.num_ranks)
-        taken = runner.capture(sizes.largest(NUM_TRIAL_GRAPHS), no_progress)
+        some = GraphSizes(*(part[-NUM_TRIAL_GRAPHS:] for part in sizes))
+        taken = runner.capture(some, no_progress)
         counts = [len(runner._graphs_of) * len(part) for part in sizes]
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))
         return StepMemory(max(activation_bytes, of_drafts), graph_bytes)
@@ -277,16 +278,13 @@ class ModelRunner:
         if self._drafter is not None:
             drafts, changes = self._drafter.begin(batch, host, changes)
         plan = self._sampling.plan(batch, host)
-        reads_prompts = plan.scoring is not None or plan.pooling is not None
-        graphs = self._graphs(batch)
-        graph = None if graphs is None or reads_prompts else graphs.find_decodes(batch)
-        launch: Launch = "eager"
-        if reads_prompts:
-            sampled = self._computed_with_prompts(batch, host, plan, changes)
-        elif graph is not None:
-            sampled, launch = self._replayed(batch, host, plan, changes, graph), "graph"
+        graphs = self._graphs(batch) if plan.scoring is None and plan.pooling is None else None
+        graph = None if graphs is None else graphs.find_decodes(batch)
+        launch: Launch = "graph"
+        if graph is not None:
+            sampled = self._replayed(batch, host, plan, changes, graph)
         else:
-            sampled, launch = self._computed(batch, host, plan, changes)
+            sampled, launch = self._computed(batch, host, plan, changes, graphs)
         pending = PendingStep(batch, plan, sampled, self._accelerator, launch, drafts)
         if plan.masks is not None:
             self._sampling.grammars.sampled(plan.masks, batch, pending.wait)
@@ -309,40 +307,38 @@ class ModelRunner:
         return partial(self._steps.forward, sent, ForwardBounds.exact(batch, host))
 
     def _computed(
-        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
+        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graphs: StepGraphs | None
     ) -> tuple[SamplerOutput, Launch]:
-        graphs = self._graphs(batch)
         graph = None if graphs is None else graphs.find_prompts(batch)
         if graph is not None:
             host = self._rows.padded_tokens(host, graph.num_tokens)
         sent = self._send(batch, host, plan.groups(), changes)
-        bounds = ForwardBounds.exact(batch, host)
-        inputs = StepInputs(*sent["inputs"])
-        if graph is None:
+        inputs, bounds, of_prompts = StepInputs(*sent["inputs"]), ForwardBounds.exact(batch, host), {}
+        if graph is not None:
+            logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
+        elif plan.scoring is None and plan.pooling is None:
             logits = self._steps.forward(sent, bounds)
         else:
-            logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
-        sampled = self._sampled(logits, plan, sent, inputs.store_indices)
+            logits, of_prompts = self._computed_with_prompts(plan, sent, bounds)
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices)._replace(**of_prompts)
         return sampled, "eager" if graph is None else "graphs of pieces"
 
     def _computed_with_prompts(
-        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
-    ) -> SamplerOutput:
-        sent = self._send(batch, host, plan.groups(), changes)
-        inputs, model = StepInputs(*sent["inputs"]), self._steps.model
-        scored, pooled = sent["prompt"], sent["pooling"]
-        step = self._steps.input(sent, ForwardBounds.exact(batch, host))
+        self, plan: SamplingPlan, sent: DeviceArrays, bounds: ForwardBounds
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return logits, and the fields of `SamplerOutput` about prompts."""
+        model, scored, pooled = self._steps.model, sent["prompt"], sent["pooling"]
+        step = self._steps.input(sent, bounds)
         logits, states = model.forward_with_states(step, torch.cat((*scored, *pooled[:1])))
         of_prompts = sums = None
         if plan.scoring is not None:
             before, states = states.tensor_split([len(scored[0])])
-            tokens = self._rows.tokens_at(inputs.token_indices.index_select(0, scored[0]) + 1)
+            tokens = self._rows.tokens_at(StepInputs(*sent["inputs"]).token_indices.index_select(0, scored[0]) + 1)
             logits_of = lambda some: self._shard.gather(model.logits_of(some))  # noqa: E731
             of_prompts = score_prompts(before, logits_of, tokens, plan.scoring)
         if plan.pooling is not None:
             sums = pool_states(states, pooled[1], plan.pooling)
-        sampled = self._sampled(logits, plan, sent, inputs.store_indices)
-        return sampled._replace(prompt_logprobs=of_prompts, pooled=sums)
+        return logits, {"prompt_logprobs": of_prompts, "pooled": sums}
 
     def _replayed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph

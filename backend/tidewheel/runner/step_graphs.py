@@ -73,9 +73,6 @@ class GraphSizes(NamedTuple):
     prompts: Sequence[int] = ()  # tokens
     unsplit: Sequence[int] = ()  # rows, without splits
 
-    def largest(self, count: int) -> GraphSizes:
-        return GraphSizes(*(sizes[-count:] for sizes in self))
-
 
 def decode_sizes(max_num_rows: int) -> list[int]:
     """Return 1, 2, 4, 8, 16, 24, … (steps of 16 from 512, of 24 from 768, …), `max_num_rows`."""

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,9 +46,6 @@ class StepMemory(NamedTuple):
 class StepSize(NamedTuple):
     num_rows: int
     tokens_per_row: int
-
-    def num_blocks(self, block_size: int) -> int:
-        return -(-self.tokens_per_row // block_size)
 
 
 def largest_step(info: RunnerInfo) -> StepSize:
@@ -194,11 +191,10 @@ def _decode_batch(info: RunnerInfo, num_entries: int) -> ScheduledBatch | None:
     context = min(MEASURED_CONTEXT, min(info.max_model_len, info.num_blocks * info.block_size) - most)
     if context < 0:
         return None
-    ones = np.ones(num_entries, dtype=np.int32)
-    return dataclasses.replace(
-        _batch(0, [WarmUpRow(context, most, GREEDY)] * num_rows, info.block_size),
-        rows=rows, start_positions=context + places, num_scheduled_tokens=ones, samples=ones.astype(np.bool_),
-        num_decodes=num_entries, num_tokens=num_entries,
+    known = _batch(0, [WarmUpRow(context, most, GREEDY)] * num_rows, info.block_size)
+    return sampling_batch(
+        rows, context + places, [1] * num_entries, new_rows=known.new_rows, block_rows=known.block_rows,
+        block_indices=known.block_indices, block_ids=known.block_ids,
         draft_tokens=np.where(places > 0, 0, NO_DRAFT).astype(np.int32) if most > 1 else no_ids(),
     )  # fmt: skip
 
@@ -295,15 +291,15 @@ def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: In
 
 
 def sampling_batch(
-    rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], *, step_id: int = 0, **columns: Any
+    rows: Iterable[int], starts: Iterable[int], counts: Sequence[int], *, step_id: int = 0, **columns: Any
 ) -> ScheduledBatch:
     num_tokens = np.array(counts, dtype=np.int32)
     return ScheduledBatch(
         step_id=step_id,
-        rows=np.array(rows, dtype=np.int32),
-        start_positions=np.array(starts, dtype=np.int32),
+        rows=np.fromiter(rows, dtype=np.int32),
+        start_positions=np.fromiter(starts, dtype=np.int32),
         num_scheduled_tokens=num_tokens,
-        samples=np.ones(len(rows), dtype=np.bool_),
+        samples=np.ones(len(counts), dtype=np.bool_),
         num_decodes=int(np.cumprod(num_tokens == 1).sum()),
         num_tokens=int(num_tokens.sum()),
         **columns,

@@ -122,7 +122,7 @@ def test_between_tokens_of_json_there_is_one_space_at_most(
     ("grammar", "error", "words"),
     [
         (Grammar.ebnf('root ::= "a"\nroot ::= "b"', "g"), InvalidRequest, "g is no valid ebnf: the rule"),
-        (Grammar.ebnf(r'root ::= "\ud800"', "g"), InvalidRequest, r"g is not .*: \\ud800 is no character"),
+        (Grammar.ebnf(r'root ::= "\ud800"', "g"), InvalidRequest, r"g is no valid ebnf: \\ud800 is no character"),
         (Grammar.ebnf("root ::= [", "g"), InvalidRequest, "Unexpected end of input at line 1"),
         (Grammar.ebnf("[" * 100_000, "g"), InvalidRequest, "Expected name at line 1"),
         (Grammar.ebnf("root ::= " + "[" * 100_000, "g"), InvalidRequest, "Unexpected end of input at line 1"),

@@ -313,7 +313,8 @@ class ModelRunner:
         if graph is not None:
             host = self._rows.padded_tokens(host, graph.num_tokens)
         sent = self._send(batch, host, plan.groups(), changes)
-        inputs, bounds, of_prompts = StepInputs(*sent["inputs"]), ForwardBounds.exact(batch, host), {}
+        inputs, bounds = StepInputs(*sent["inputs"]), ForwardBounds.exact(batch, host)
+        of_prompts: dict[str, Any] = {}
         if graph is not None:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
         elif plan.scoring is None and plan.pooling is None:

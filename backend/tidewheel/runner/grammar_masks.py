@@ -66,14 +66,11 @@ class GrammarState:
             mask.words[:] &= self._allowed
         avoided = self._stops if position < self._first_stop_position else self._ends if self._avoids_end else ()
         if avoided:
-            self._avoid(avoided, mask)
-
-    def _avoid(self, token_ids: Sequence[int], mask: TokenMask) -> None:
-        kept = mask.words.copy()
-        for token_id in token_ids:
-            mask.clear(token_id)
-        if not mask.words.any():
-            mask.words[:] = kept
+            kept = mask.words.copy()
+            for token_id in avoided:
+                mask.clear(token_id)
+            if not mask.words.any():
+                mask.words[:] = kept
 
 
 class TokenMask(NamedTuple):

@@ -45,7 +45,6 @@ from tidewheel.runner.step_graphs import GraphSizes, decode_sizes, prompt_sizes,
 from tidewheel.runner.warm_up import StepMemory
 from tidewheel.settings import MIB, shown_bytes
 
-FIRST = "start"
 logger = logging.getLogger(__name__)
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 LEAST_FULL_BYTES = 512 * MIB  # leaves room for cached prompts
@@ -56,7 +55,7 @@ class StageClock:
     def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report = report
         self._clock = clock
-        self._begun = [(FIRST, clock())]
+        self._begun = [("start", clock())]
 
     def __call__(self, stage: str, fraction: float) -> None:
         if stage != self._begun[-1][0]:

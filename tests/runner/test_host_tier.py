@@ -190,14 +190,6 @@ def test_a_limit_of_a_group_further_out_holds_too(tmp_path: Path) -> None:
     assert total_host_bytes(tmp_path) == 3000
 
 
-@pytest.mark.parametrize("folder", ["docker/abc", ""], ids=["on the machine", "in a container"])
-def test_limits_of_control_groups_of_the_first_version(tmp_path: Path, folder: str) -> None:
-    write(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="9:cpu:/\n4:hugetlb,memory:/docker/abc\n0::/\n")
-    files = {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "2500", "memory.stat": "total_active_file 500"}
-    write(tmp_path / "sys/fs/cgroup/memory" / folder, **files)
-    assert available_host_bytes(tmp_path) == 1000
-
-
 def with_swap(config: EngineConfig, **changes: object) -> ModelRunner:
     return ModelRunner.load(dataclasses.replace(config, swap_space=0.01, **changes))
 

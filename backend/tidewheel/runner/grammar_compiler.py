@@ -9,7 +9,6 @@ import json
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
@@ -183,14 +182,8 @@ def _on_stack(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 _RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
-_ROOT, _LARK_ROOT = "root", "start"
-_PART = re.compile(
-    r"""
-        (?P<literal>"(?:\\.|[^"\\])*"?) | (?P<set>\[(?:\\.|[^\]\\])*\]?)
-        | (?P<comment>\#[^\r\n]*) | (?P<name>[\w-]+)
-    """,
-    re.VERBOSE | re.DOTALL,
-)
+# Literals, sets and comments.
+_PART = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*', re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)|[\r\n]", re.DOTALL)
 _LINE_ENDS = {"\n": "\\n", "\r": "\\r"}
 _ASCII = 0x80
@@ -200,23 +193,23 @@ _SURROGATES = range(0xD800, 0xE000)
 def to_lark(rules: str) -> str:
     """Return GBNF or Lark rules as Lark. Raise `ValueError`.
 
-    llguidance's converter drops a rule given twice, merges names that differ only in case or `-`, and breaks
-    `\\u00e9`.
+    llguidance's converter drops a rule given twice, merges names that differ only in case or `-`, calls the root
+    `start`, and breaks `\\u00e9`.
     """
     names = _RULE.findall(rules)
     if not names:
         return str(any_to_lark(rules))
-    if len(set(names)) < len(names):
-        raise ValueError(f"the rule {Counter(names).most_common(1)[0][0]} is given twice")
-    renamed = _distinct(names)
-    return str(any_to_lark(_PART.sub(lambda part: _part(part, renamed), rules)))
+    taken = {"start"}
+    for name in names:
+        key = re.sub("([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
+        if key in taken:
+            raise ValueError(f"the rule {name} is called start, or as another one (- and case do not count)")
+        taken.add(key)
+    return str(any_to_lark(_PART.sub(_part, rules)))
 
 
-def _part(part: re.Match[str], renamed: dict[str, str]) -> str:
-    text = part[0]
-    if part["name"] is not None:
-        return renamed.get(text, text)
-    return text if part["comment"] is not None else _ESCAPE.sub(_character, text)
+def _part(part: re.Match[str]) -> str:
+    return part[0] if part[0].startswith("#") else _ESCAPE.sub(_character, part[0])
 
 
 def _character(escape: re.Match[str]) -> str:
@@ -227,14 +220,3 @@ def _character(escape: re.Match[str]) -> str:
     if code in _SURROGATES or code > 0x10FFFF:
         raise ValueError(f"{escape[0]} is no character")
     return f"\\x{code:02x}" if code < _ASCII else chr(code)
-
-
-def _distinct(names: list[str]) -> dict[str, str]:
-    taken = {_LARK_ROOT}
-    renamed = {}
-    for number, name in enumerate(names):
-        key = re.sub("([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
-        if key in taken and name != _ROOT:
-            renamed[name] = f"rule-{number}-of-gbnf"
-        taken.add(key)
-    return renamed

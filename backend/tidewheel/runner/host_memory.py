@@ -29,16 +29,10 @@ KEPT_BYTES = 1 << 30
 LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
-# Limit, use, and the droppable file pages in `memory.stat`.
-_CgroupFiles = tuple[str, str, tuple[str, str]]
-_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
-_V2 = "memory.max", "memory.current", ("active_file", "inactive_file")
-
-
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Return the least free host memory, in bytes, of machine and cgroups."""
     of_machine = 1024 * _amounts(root / "proc/meminfo")["MemAvailable:"]
-    return min([of_machine, *(left for group in _groups(root) if (left := _left(*group)) is not None)])
+    return min([of_machine, *(left for group in _groups(root) if (left := _left(group)) is not None)])
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:
@@ -50,8 +44,8 @@ def host_limits(root: Path = Path("/")) -> dict[str, int]:
     """Return the memory of the machine, in bytes, and of each cgroup with less, by a name that all processes use."""
     of_machine = 1024 * _amounts(root / "proc/meminfo")["MemTotal:"]
     limits = {"cpu": of_machine}
-    for group, (name, *_) in _groups(root):
-        limit = _read(group / name).strip()
+    for group in _groups(root):
+        limit = _read(group / "memory.max").strip()
         if limit.isdecimal() and int(limit) < of_machine:  # a path is another in each namespace, an inode is not
             limits[f"cpu {group.stat().st_ino}"] = int(limit)
     return limits
@@ -65,26 +59,22 @@ def keep_freed_memory() -> None:
         mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup, of version 2, and of those that it is in."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base, files = (mount / "memory", _V1) if controllers else (mount, _V2)
-        folder = base / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(base):
-                yield group, files
+        if line.startswith("0::"):
+            folder = mount / line.removeprefix("0::").lstrip("/")
+            yield from (group for group in (folder, *folder.parents) if group.is_relative_to(mount))
 
 
-def _left(group: Path, files: _CgroupFiles) -> int | None:
-    *names, caches = files
-    limit, use = (_read(group / name).strip() for name in names)
+def _left(group: Path) -> int | None:
+    limit, use = (_read(group / name).strip() for name in ("memory.max", "memory.current"))
     if not limit.isdecimal() or not use.isdecimal():  # "max": no limit
         return None
     stat = _amounts(group / "memory.stat")
-    return max(int(limit) - max(int(use) - sum(stat.get(name, 0) for name in caches), 0), 0)
+    droppable = stat.get("active_file", 0) + stat.get("inactive_file", 0)
+    return max(int(limit) - max(int(use) - droppable, 0), 0)
 
 
 def _amounts(path: Path) -> dict[str, int]:

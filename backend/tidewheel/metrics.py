@@ -114,7 +114,6 @@ HIT_TOKENS = _counter(
     {"device": "num_device_hits", "host": "num_host_hits"},
     label="tier",
 )
-SESSION_HITS = _counter("tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits")
 DRAFTS = _counter("vllm:spec_decode_num_drafts_total", "Steps of a request that tested drafts", "num_drafts")
 DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens_total", "Tokens drafted and tested", "num_draft_tokens")
 ACCEPTED_DRAFT_TOKENS = _counter(

@@ -132,7 +132,6 @@ class EngineStats(msgspec.Struct):
     num_hit_queries: int = 0  # tokens of rows that enter, also after preemption
     num_device_hits: int = 0
     num_host_hits: int = 0
-    num_session_hits: int = 0  # from the request's session
     num_used_slots: int = 0  # with a computed token, of running rows
     num_taken_slots: int = 0  # in the blocks of running rows
     num_wasted_slots: int = 0  # after the last token

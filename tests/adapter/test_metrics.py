@@ -62,7 +62,6 @@ def test_figures_of_scheduling() -> None:
         breaker_state=1, token_budget=512, max_num_seqs=17, num_predictions=8, prediction_error=9.5,
         num_host_blocks=100, num_free_host_blocks=90, num_swapped_out=11, num_swapped_in=12, num_sessions=13,
         num_paused_sessions=10, num_session_blocks=14, num_hit_queries=150, num_device_hits=15, num_host_hits=16,
-        num_session_hits=17,
         num_used_slots=24, num_taken_slots=32, num_wasted_slots=6, oldest_wait_by_class=[0.25, 0.5, 0.75, 1.0],
     )  # fmt: skip
     EngineMetrics(make_info(), LABELS).publish(stats)
@@ -71,7 +70,7 @@ def test_figures_of_scheduling() -> None:
         "requests_rate_limited_total": 4, "requests_aged_total": 5, "breaker_state": 1, "token_budget": 512,
         "max_num_seqs": 17, "predictions_total": 8, "prediction_error_tokens": 9.5, "kv_host_blocks": 100,
         "kv_host_blocks_free": 90, "sessions": 13, "sessions_paused": 10, "session_blocks": 14,
-        "kv_queried_tokens_total": 150, "session_hit_tokens_total": 17, "kv_fragmentation": 0.25,
+        "kv_queried_tokens_total": 150, "kv_fragmentation": 0.25,
         "kv_slots_wasted": 6,
     }.items():  # fmt: skip
         assert value(f"tidewheel_{name}", **LABELS) == expected, name

@@ -50,7 +50,7 @@ OF_THE_ENGINE = {
     "tidewheel_swap_preemptions_total", "tidewheel_steps_total", "tidewheel_step_seconds_total",
     "tidewheel_scheduled_tokens_total", "tidewheel_engine_restarts_total", "tidewheel_requests_aged_total",
     "tidewheel_requests_downgraded_total", "tidewheel_predictions_total", "tidewheel_kv_blocks_swapped_total",
-    "tidewheel_kv_queried_tokens_total", "tidewheel_kv_hit_tokens_total", "tidewheel_session_hit_tokens_total",
+    "tidewheel_kv_queried_tokens_total", "tidewheel_kv_hit_tokens_total",
     "tidewheel_requests_evicted_total", "tidewheel_requests_shed_total", "tidewheel_requests_rate_limited_total",
     "tidewheel_requests_expired_total", "tidewheel_requests_hopeless_total", "tidewheel_tenant_queue_seconds_total",
     "tidewheel_objectives_total", "tidewheel_objectives_met_total", "tidewheel_tenant_objectives_total",

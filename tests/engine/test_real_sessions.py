@@ -65,7 +65,7 @@ def test_a_session_is_resumed_from_the_pool_and_from_the_host_tier(engine: Engin
 
     def is_counted() -> bool:
         stats = client.recorder.stats[-1]
-        return (stats.num_session_hits, stats.num_host_hits) == (44 + 55, 55)
+        return (stats.num_device_hits, stats.num_host_hits) == (44, 55)
 
     client.recorder.wait(is_counted, "44 tokens from the pool, then 55 from the host tier")
 

@@ -82,4 +82,4 @@ def test_nothing_past_the_end_of_a_sequence_changes_a_token(
     assert loop.run(requests()) == [*expected, expected[5]]
     assert loop.run(requests()) == [*expected, expected[5]], "with what is cached"
     stats = loop.scheduler.stats()
-    assert stats.num_preemptions and stats.num_device_hits and stats.num_session_hits and poisoning.num_poisoned
+    assert stats.num_preemptions and stats.num_device_hits and poisoning.num_poisoned

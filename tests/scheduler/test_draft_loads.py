@@ -23,7 +23,7 @@ from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepPlan
 
 HAPPENS = (
-    "accepted", "rejected", "fewer_steps", "places", "recomputed", "swapped", "hits", "session_hits", "loras",
+    "accepted", "rejected", "fewer_steps", "places", "recomputed", "swapped", "hits", "loras",
     "failed_steps", "failed_drafts", "stop", "length", "cancelled", "deadline", "NumericError", "InternalError",
 )  # fmt: skip
 NUM_LOADS = 100  # in which a defect is found

@@ -28,7 +28,7 @@ def test_the_next_turn_computes_its_new_tokens_alone() -> None:
     driver.run()
     assert second.num_cached_tokens == 8  # six of the prompt, two of three tokens: the last was never computed
     stats = driver.scheduler.stats()
-    assert (stats.num_sessions, stats.num_session_hits) == (1, 8)
+    assert (stats.num_sessions, stats.num_device_hits) == (1, 8)
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE])

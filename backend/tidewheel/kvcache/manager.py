@@ -115,7 +115,12 @@ class KVCacheManager:
         new_blocks = self._take_and_fill(row, num_new, hit, slots, num_left=keep_free - num_missing)
         self._tables[row] = [*hit.block_ids, *new_blocks]
         self._num_sealed[row] = len(hit.block_ids)
-        self._count_hits(num_tokens, hit)
+        num_host_hits = len(hit.host_keys) * self.block_size
+        if hit.tail_key:
+            num_host_hits += hit.num_tokens % self.block_size
+        self.stats.num_hit_queries += num_tokens
+        self.stats.num_host_hits += num_host_hits
+        self.stats.num_device_hits += hit.num_tokens - num_host_hits
         return True
 
     def _take_and_fill(self, row: int, num_new: int, hit: PrefixHit, slots: list[int], *, num_left: int) -> list[int]:
@@ -142,17 +147,6 @@ class KVCacheManager:
         if blocks is None:
             raise InternalError("the block pool has fewer blocks than it counted")
         return blocks
-
-    def _count_hits(self, num_tokens: int, hit: PrefixHit) -> None:
-        stats = self.stats
-        stats.num_hit_queries += num_tokens
-        if hit.num_tokens:
-            num_host = len(hit.host_keys) * self.block_size
-            if hit.tail_key:
-                num_host += hit.num_tokens % self.block_size
-            stats.num_host_hits += num_host
-            stats.num_device_hits += hit.num_tokens - num_host
-            stats.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
         """Add a block to each row and return the blocks; None, without effect, if too few are free."""

@@ -30,10 +30,6 @@ class Duration(NamedTuple):
     def median(self) -> float:
         return math.exp(self.log_mean)
 
-    @property
-    def lower_quartile(self) -> float:
-        return math.exp(self.log_mean + _LOWER_QUARTILE * self.log_spread)
-
     def seconds_left(self, elapsed: float) -> float:
         """Return the median of the seconds left after `elapsed`. Above the quantile of 99.9 %, it is `elapsed`."""
         if elapsed < _LEAST_S:
@@ -59,7 +55,8 @@ class Pause(NamedTuple):
 
     @property
     def due(self) -> float:
-        return self.began + self.duration.lower_quartile
+        """Return the time by which a quarter of such pauses have ended."""
+        return self.began + math.exp(self.duration.log_mean + _LOWER_QUARTILE * self.duration.log_spread)
 
     def seconds_left(self, now: float) -> float:
         return self.duration.seconds_left(now - self.began)

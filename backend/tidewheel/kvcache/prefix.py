@@ -107,7 +107,6 @@ class PrefixHit(NamedTuple):
     tail_block: int = -1  # in the pool, or -1
     tail_key: bytes = b""  # in the host tier
     session: KVSession | None = None  # owner of the tail
-    num_session_tokens: int = 0  # from the request's session
 
     @property
     def num_blocks(self) -> int:
@@ -181,7 +180,11 @@ class PrefixCache:
                 del self.computing[block_hash]
 
     def _extend(self, request: Request) -> int:
-        """Hash blocks for the weights of the next step, but for full ones if these computed most of the blocks."""
+        """Hash the request's full blocks, and return how many of them a hit may have.
+
+        The hashes name the weights of the next step; if these are quantised, but full weights computed most of the
+        request's cached blocks, then full weights.
+        """
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         extend_block_hashes(request, limit, self._block_size)
         is_quantized = (
@@ -201,10 +204,6 @@ class PrefixCache:
         return self._pool.lookup(key) is None and self._host.lookup(key) is None
 
     def _with_session(self, hit: PrefixHit, session: KVSession, request: Request) -> PrefixHit:
-        num_shared = min(hit.num_blocks, len(session.keys))
-        while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
-            num_shared -= 1
-        hit = hit._replace(num_session_tokens=num_shared * self._block_size)
         num_tokens = self._num_tail_tokens(hit, session, request)
         is_in_pool = session.tail_block >= 0
         if not num_tokens or not (is_in_pool or self._host.lookup(session.tail_key) is not None):
@@ -214,7 +213,6 @@ class PrefixCache:
             tail_block=session.tail_block,
             tail_key=b"" if is_in_pool else session.tail_key,
             session=session,
-            num_session_tokens=hit.num_session_tokens + num_tokens,
         )
 
     def _num_tail_tokens(self, hit: PrefixHit, session: KVSession, request: Request) -> int:

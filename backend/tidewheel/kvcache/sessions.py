@@ -31,11 +31,8 @@ class SessionLimits(NamedTuple):
     tenants: Mapping[str, TenantLimits] = MappingProxyType({})
 
 
-Departure = tuple[KVSession, Pause | None]  # with the pause by which it was ranked
-
-
-class DepartureOrder(list[Departure]):
-    """Paused sessions of a tier, ranked at `ranked_at`. The last in the list leaves first."""
+class DepartureOrder(list[tuple[KVSession, Pause | None]]):
+    """Paused sessions of a tier, each with the pause by which it was ranked at `ranked_at`. The last leaves first."""
 
     ranked_at = -math.inf
 
@@ -174,10 +171,7 @@ class SessionStore:
         return next(iter(self._resident.values()), None)
 
     def reclaim(self, num_free_blocks: int) -> None:
-        while self._pool.num_free < num_free_blocks:
-            session = self._first_to_leave()
-            if session is None:
-                return
+        while self._pool.num_free < num_free_blocks and (session := self._first_to_leave()) is not None:
             self._evict(session)
 
     def prefetch(self, keep_free: int) -> None:

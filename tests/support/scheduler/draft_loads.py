@@ -539,7 +539,6 @@ def compare(seed: int) -> Counter[str]:
         recomputed=stats.num_preemptions - stats.num_swap_preemptions,
         swapped=stats.num_swap_preemptions,
         hits=stats.num_prefix_hits,
-        session_hits=stats.num_session_hits,
         loras=stats.num_lora_loads,
         failed_steps=drafting.runner.num_failures,
         failed_drafts=drafting.runner.num_failed_drafts,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tidewheel.config import SchedulingSettings
-from tidewheel.scheduler.controllers import AppliedStep, SeqsGovernor, TpotController
+from tidewheel.scheduler.controllers import SeqsGovernor, TpotController
 from tidewheel.scheduler.strategy import DynamicStrategy, JoinView
 
 SEED = 0
@@ -63,7 +63,7 @@ def run_tpot(scenario: TpotScenario) -> Trace:
         budget = controller.budget
         step = scenario.model.seconds(budget, rows * scenario.kv_tokens_per_row, chance)
         now += step
-        controller.observe(AppliedStep(now, step, rows, budget, rows, 0.0, 1.0))
+        controller.observe(step, rows, budget)
         add(trace, now, budget, 1e3 * step, 1e3 * controller.target_s, rows)
     return trace
 
@@ -121,7 +121,7 @@ def run_governor(scenario: GovernorScenario, governed: bool = True) -> Trace:
             rows.preempt_youngest()
             num_preempted += 1
         usage = sum(rows.held) / scenario.pool_tokens
-        governor.observe(AppliedStep(now, step, len(rows.held), len(rows.held), len(rows.held), usage, 1.0))
+        governor.observe(now, step, len(rows.held), usage, 1.0)
         add(trace, now, limit, len(rows.held), 1e2 * usage, 1e3 * step, 1e3 * governor.target_s, num_preempted)
     return trace
 

@@ -14,7 +14,6 @@ from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.scheduler.controllers import (
     GOVERNOR_PERIOD_S,
     KV_HIGH,
-    AppliedStep,
     SeqsGovernor,
     TpotController,
 )
@@ -23,14 +22,14 @@ TARGET_S = 0.05
 
 
 def budget_after(controller: TpotController, seconds: float, num_decodes: int, num_tokens: int) -> int:
-    controller.observe(AppliedStep(0.0, seconds, num_decodes, num_tokens, num_decodes, 0.5, 1.0))
+    controller.observe(seconds, num_decodes, num_tokens)
     return controller.budget
 
 
 def limit_after(
     governor: SeqsGovernor, kv_usage: float, seconds: float, busy: float, num_running: int, now: float
 ) -> int:
-    governor.observe(AppliedStep(now, seconds, num_running, num_running, num_running, kv_usage, busy))
+    governor.observe(now, seconds, num_running, kv_usage, busy)
     return governor.max_num_seqs
 
 

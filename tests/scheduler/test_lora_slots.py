@@ -14,6 +14,7 @@ from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import InternalError, InvalidRequest
 from tidewheel.lora import NO_SLOT, Lora
 from tidewheel.request import FinishReason, Priority, Request, RequestState
+from tidewheel.scheduler.admission import MAX_LORA_LABELS, OTHERS
 
 AGEING_S = 10.0
 
@@ -334,3 +335,15 @@ def test_an_idle_slot_that_another_reserved_is_taken_in_the_same_step_by_a_bette
     better = add(driver, "c", loras["c"], priority=Priority.CRITICAL)
     driver.step()
     assert better.state is RequestState.RUNNING
+
+
+def test_the_adapters_used_first_have_labels_of_their_own() -> None:
+    driver = make_driver()
+    loras = Adapters(driver)
+    names = [f"sql/{number}" for number in range(MAX_LORA_LABELS + 2)]
+    for name in (*names, names[0]):
+        add(driver, f"r{len(driver.requests)}", loras[name], max_tokens=1)
+        driver.run()
+    figures = driver.scheduler.stats().loras
+    assert list(figures) == [*(name.replace("/", "_") for name in names[:MAX_LORA_LABELS]), OTHERS]
+    assert (figures["sql_0"].num_requests, figures["sql_1"].num_requests, figures[OTHERS].num_requests) == (2, 1, 2)

@@ -91,7 +91,7 @@ def test_memory_is_bounded_whatever_tenants_are_named(monkeypatch: pytest.Monkey
     feed(outputs, "regular", 10, [300] * 20)
     for number in range(500):
         feed(outputs, f"visitor-{number}", 1 << (number % 20), [30])
-        assert len(outputs._cells) + len(outputs._shared) <= 50 + 22
+        assert len(outputs._cells) <= 50
     feed(outputs, "regular", 10, [300] * 9)
     assert outputs.predict("regular", 10, LONG) == pytest.approx(300, rel=0.1)
 

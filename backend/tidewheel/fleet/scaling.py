@@ -44,12 +44,8 @@ class FleetState:
         return self.num_held + sum(replica.waiting for replica in self.ready)
 
     @property
-    def num_running(self) -> int:
-        return sum(replica.running for replica in self.ready)
-
-    @property
     def num_unfinished(self) -> int:
-        return self.num_waiting + self.num_running
+        return self.num_waiting + sum(replica.running for replica in self.ready)
 
 
 class ScalingPolicy(Protocol):

@@ -178,15 +178,15 @@ class AdmissionControl:
             self._count_objective(request)
         tenant, reason = self._figures(request.tenant), request.finish_reason
         is_refusal = isinstance(request.error, Busy | DeadlineExceeded)
-        if request.first_scheduled_time is not None:
+        if request.first_scheduled_time is None:
+            tenant.num_rejected += is_refusal
+        else:
             sums: list[RequestFigures] = [tenant]
             if request.lora is not None:
                 sums.append(self._lora_figures(request.lora))
             for figures in sums:
                 figures.num_prompt_tokens += request.num_prompt_tokens
                 figures.num_output_tokens += request.num_output_tokens
-        elif is_refusal:
-            tenant.num_rejected += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             if not request.bucket:
                 self._state.predictor.observe(

@@ -93,8 +93,7 @@ class RowColumns:
         self.min_num_tokens[row] = num_prompt_tokens + min_tokens
         self.max_num_tokens[row] = request.max_num_tokens
         self.num_computed_tokens[row] = hit.num_tokens
-        self.num_inflight_tokens[row] = 0
-        self.num_inflight_samples[row] = 0
+        self.num_inflight_tokens[row] = self.num_inflight_samples[row] = 0
         self.num_slots[row] = num_blocks * block_size
         self.last_token_times[row] = NEVER
         self.last_step[row] = -1
@@ -187,7 +186,11 @@ class RowColumns:
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
-        """Return rows that lack one computed token, its position, and rows that lack several; none are ending."""
+        """Return the rows that decode with the positions of their next tokens, and the rows of unfinished prompts.
+
+        A row decodes if just one of its tokens is not computed yet. Rows that end with the steps in flight are left
+        out.
+        """
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))

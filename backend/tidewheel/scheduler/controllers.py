@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,16 +38,6 @@ _LEAST_PACE = 0.5  # of that time, for a request that is late
 _PACE_CAUTION = 0.5  # standard deviations of a paced step, whose errors even out over its tokens
 
 
-class AppliedStep(NamedTuple):
-    now: float  # seconds
-    seconds: float
-    num_decodes: int
-    num_tokens: int
-    num_running: int
-    kv_usage: float  # 0 to 1
-    busy: float  # step time / wall time, smoothed
-
-
 class TpotController:
     """Controller that keeps the time of decoding steps at `target_s` by changing the token budget.
 
@@ -66,11 +55,11 @@ class TpotController:
     def budget(self) -> int:
         return round(self._exact_budget)
 
-    def observe(self, step: AppliedStep) -> None:
-        if step.num_decodes < 1 or step.seconds <= 0.0:
+    def observe(self, seconds: float, num_decodes: int, num_tokens: int) -> None:
+        if num_decodes < 1 or seconds <= 0.0:
             return  # no TPOT
-        error = math.log(_AIM * self.target_s / step.seconds)
-        if abs(error) < _DEAD_BAND or (error > 0.0 and step.num_tokens < _LIMITED * self.budget):
+        error = math.log(_AIM * self.target_s / seconds)
+        if abs(error) < _DEAD_BAND or (error > 0.0 and num_tokens < _LIMITED * self.budget):
             return
         moved = self._exact_budget * math.exp(min(max(_GAIN * error, -_MAX_CHANGE), _MAX_CHANGE))
         self._exact_budget = min(max(moved, self._min_budget), self._max_budget)
@@ -92,17 +81,18 @@ class SeqsGovernor:
         self._usage_each = 0.0
         self._decided_at = -math.inf
 
-    def observe(self, step: AppliedStep) -> None:
+    def observe(self, now: float, seconds: float, num_running: int, kv_usage: float, busy: float) -> None:
+        """Take a step: its seconds, the share of KV blocks in use, and step time over wall time, smoothed."""
         if self._latency is None:
-            self._latency = step.seconds
-        self._latency += _SMOOTHING * (step.seconds - self._latency)
-        if step.now - self._decided_at >= GOVERNOR_PERIOD_S:
-            self._usage_each *= math.exp((self._decided_at - step.now) / _MEMORY_S)
-            self._decided_at = step.now
-            self.max_num_seqs = self._review(step, self._latency)
+            self._latency = seconds
+        self._latency += _SMOOTHING * (seconds - self._latency)
+        if now - self._decided_at >= GOVERNOR_PERIOD_S:
+            self._usage_each *= math.exp((self._decided_at - now) / _MEMORY_S)
+            self._decided_at = now
+            self.max_num_seqs = self._review(self._latency, num_running, kv_usage, busy)
 
-    def _review(self, step: AppliedStep, latency: float) -> int:
-        limit, kv_usage, running = self.max_num_seqs, step.kv_usage, max(step.num_running, 1)
+    def _review(self, latency: float, num_running: int, kv_usage: float, busy: float) -> int:
+        limit, running = self.max_num_seqs, max(num_running, 1)
         slowness = 0.0 if self.target_s is None else latency / self.target_s
         usage_each = max(kv_usage, _NO_USE) / running
         self._usage_each = max(self._usage_each, usage_each)
@@ -111,7 +101,7 @@ class SeqsGovernor:
             goal = math.floor(min(running / max(slowness, 1.0), fitting, limit))
             return max(goal, math.floor(_MOST_LOWERED * min(limit, running)), 1)
         is_relaxed = kv_usage < KV_LOW and slowness < _LATENCY_LOW
-        if is_relaxed and (step.busy < BUSY_LOW or step.num_running >= limit):
+        if is_relaxed and (busy < BUSY_LOW or num_running >= limit):
             fitting = math.floor(KV_GOAL / self._usage_each)
             return max(min(limit + max(self._most // 32, 1), self._most, fitting), limit)
         return limit
@@ -280,16 +270,12 @@ class StepControl:
         self._last_applied = now
         if self._pressure is not None and batch.num_decodes:
             self._pressure.observe_step(now, seconds)
-        if self._tpot is None and self._governor is None:
-            return
-        if (elapsed := now - last) > 0.0:
-            weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
-            self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
-        kv_usage, num_running = self._kv_usage(), state.columns.num_running
-        applied = AppliedStep(now, seconds, batch.num_decodes, batch.num_tokens, num_running, kv_usage, self._busy)
         if self._tpot is not None:
-            self._tpot.observe(applied)
+            self._tpot.observe(seconds, batch.num_decodes, batch.num_tokens)
             self.token_budget = self._tpot.budget
         if self._governor is not None:
-            self._governor.observe(applied)
+            if (elapsed := now - last) > 0.0:
+                weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
+                self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
+            self._governor.observe(now, seconds, state.columns.num_running, self._kv_usage(), self._busy)
             self.max_num_seqs = self._governor.max_num_seqs

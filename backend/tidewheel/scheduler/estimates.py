@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -52,21 +53,15 @@ class OutputPredictor:
 
     def __init__(self, prior_tokens: int) -> None:
         self.prior = float(prior_tokens)
-        self._cells: OrderedDict[_Cell, LengthHistogram] = OrderedDict()
-        self._shared: dict[_Cell, LengthHistogram] = {(None, None): LengthHistogram()}
+        self._cells: OrderedDict[_Cell, LengthHistogram] = OrderedDict({(None, None): LengthHistogram()})
         self.num_observed = 0
         self.mean_abs_error = 0.0  # tokens, over about 100 outputs
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
         """Return the expected number of output tokens, in [1, `max_tokens`]."""
         bucket = num_prompt_tokens.bit_length()
-        for cells, key in (
-            (self._cells, (tenant, bucket)),
-            (self._cells, (tenant, None)),
-            (self._shared, (None, bucket)),
-            (self._shared, (None, None)),
-        ):
-            histogram = cells.get(key)
+        for key in product((tenant, None), (bucket, None)):
+            histogram = self._cells.get(key)
             if histogram is not None and histogram.num_seen >= MIN_SEEN:
                 return min(histogram.quantile(QUANTILE), float(max_tokens))
         return min(self.prior, float(max_tokens))
@@ -78,7 +73,7 @@ class OutputPredictor:
         requests have ended. Until `MIN_SEEN` have ended, a geometric prior fills in.
         """
         prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self.prior)))
-        ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
+        ended = self._cells[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
         weight = max(1.0 - self.num_observed / NUM_KNOWN, 0.0)
         bins = np.searchsorted(_LENGTHS[1:-1], running, side="right")
         seen = ended + weight * np.bincount(bins, minlength=_NUM_BINS)
@@ -87,13 +82,12 @@ class OutputPredictor:
         return _LENGTHS, np.append(1.0, np.cumprod(1.0 - hazard))
 
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
-        for bucket in (num_prompt_tokens.bit_length(), None):
-            cell = self._cells.pop((tenant, bucket), None) or LengthHistogram()
-            if len(self._cells) >= MAX_CELLS:
-                self._cells.popitem(last=False)
-            self._cells[tenant, bucket] = cell
-            for histogram in (cell, self._shared.setdefault((None, bucket), LengthHistogram())):
-                histogram.add(num_output_tokens)
+        for key in product((None, tenant), (None, num_prompt_tokens.bit_length())):
+            histogram = self._cells.setdefault(key, LengthHistogram())
+            self._cells.move_to_end(key)
+            histogram.add(num_output_tokens)
+        while len(self._cells) > MAX_CELLS:
+            self._cells.popitem(last=False)
         self.num_observed += 1
         smoothing = max(_ERROR_SMOOTHING, 1.0 / self.num_observed)
         self.mean_abs_error += smoothing * (abs(predicted - num_output_tokens) - self.mean_abs_error)

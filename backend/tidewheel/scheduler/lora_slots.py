@@ -53,8 +53,8 @@ class LoraSlots:
         self.now = 0.0  # of the step
         self._columns = columns
         self._stats = stats
-        self._ageing_s = math.inf
-        self._by_class = False
+        self.ageing_s = math.inf
+        self.by_class = False
         self._slots = [_Slot(number) for number in range(num_slots)]
         self._slot_of: dict[Lora, _Slot] = {}
         self._slots_of_rows: Int32Array = np.full(columns.num_rows, NO_SLOT, dtype=np.int32)
@@ -62,9 +62,6 @@ class LoraSlots:
         self._refused: dict[Lora, int] = {}  # best class refused in this step, by adapter without a slot
         self._best_classes: list[int] | None = None  # of the slots' rows, in this step
         self._loads: list[LoraLoad] = []
-
-    def configure(self, ageing_s: float, *, by_class: bool) -> None:
-        self._ageing_s, self._by_class = ageing_s, by_class
 
     @property
     def running(self) -> set[Lora]:
@@ -94,7 +91,7 @@ class LoraSlots:
         rows: list[int] = []
         for slot in self._slots:
             if (claimant := slot.reserved_for) is not None:
-                is_unused = not slot.num_rows and self.now - slot.last_use >= self._ageing_s
+                is_unused = not slot.num_rows and self.now - slot.last_use >= self.ageing_s
                 if claimant.row >= 0 or claimant.is_finished or claimant.lora in self._slot_of or is_unused:
                     slot.reserved_for = None
                 else:
@@ -104,7 +101,7 @@ class LoraSlots:
     def _rows_to_preempt(self, slot: _Slot, claimant: Request) -> list[int]:
         columns = self._columns
         rows = (self._slots_of_rows == slot.number) & ~columns.are_ending()
-        if self._seconds_waited(claimant) >= 2.0 * self._ageing_s and self._is_quantum_over(slot):
+        if self._seconds_waited(claimant) >= 2.0 * self.ageing_s and self._is_quantum_over(slot):
             rows &= columns.num_tokens > columns.num_entered_tokens  # else short turns would never finish a prompt
             least = self._class_of(claimant)
         elif claimant.service_class is Priority.CRITICAL:
@@ -114,10 +111,8 @@ class LoraSlots:
         return [int(row) for row in rows.nonzero()[0]] if self._best_class_in(slot) >= least else []
 
     def admissible(self, candidates: Iterable[Request]) -> Iterator[Request]:
-        """Yield the requests whose adapter has a slot or can get one. Reserve slots for others."""
-        for request in candidates:
-            if request.lora is None or self._may_enter(request, request.lora):
-                yield request
+        """Return the requests whose adapter has a slot or can get one. Reserve slots for others."""
+        return (one for one in candidates if one.lora is None or self._may_enter(one, one.lora))
 
     def _may_enter(self, request: Request, lora: Lora) -> bool:
         slot = self._slot_of.get(lora)
@@ -159,7 +154,7 @@ class LoraSlots:
         if before is not None:
             before.reserved_for = None
         least = self._class_of(request)
-        if self._seconds_waited(request) < self._ageing_s:
+        if self._seconds_waited(request) < self.ageing_s:
             least = self._best_outranked_class(request)
         claim = self._claim_of(request)
         slots = [
@@ -170,21 +165,21 @@ class LoraSlots:
         ]
 
         def place(slot: _Slot) -> tuple[bool, bool, float, int]:
-            closes_at = max(slot.assigned_at + self._ageing_s, self.now)
+            closes_at = max(slot.assigned_at + self.ageing_s, self.now)
             return slot is not before, slot.reserved_for is not None, closes_at, slot.num_rows
 
         if slots:
             min(slots, key=place).reserved_for = request
 
     def _is_quantum_over(self, slot: _Slot) -> bool:
-        return self.now - slot.assigned_at >= self._ageing_s
+        return self.now - slot.assigned_at >= self.ageing_s
 
     def _claim_of(self, request: Request) -> tuple[int, float]:
         return self._class_of(request), -self._seconds_waited(request)
 
     def _best_outranked_class(self, request: Request) -> int:
         """Return the best class whose rows give way to the request; ageing does not count."""
-        return max(request.service_class, request.priority) + 1 if self._by_class else _NO_CLASS
+        return max(request.service_class, request.priority) + 1 if self.by_class else _NO_CLASS
 
     def _seconds_waited(self, request: Request) -> float:
         """Return how long the oldest request of the request's adapter has waited."""
@@ -192,7 +187,7 @@ class LoraSlots:
         return self.now - next(iter(self.waiting[request.lora].values()))
 
     def _class_of(self, request: Request) -> int:
-        return request.service_class if self._by_class else 0
+        return request.service_class if self.by_class else 0
 
     def _best_class_in(self, slot: _Slot) -> int:
         if self._best_classes is None:

@@ -6,7 +6,6 @@ not starve a large one.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -26,12 +25,6 @@ from tidewheel.scheduler.step_plan import ShapeTurns, StepLimits, StepPlan, Turn
 
 MAX_DIGESTS = 1024  # computed per step
 MAX_SKIPPED = 16  # requests per step
-
-
-class EntryOutcome(enum.Enum):
-    ENTERED = enum.auto()  # or moved to another class
-    SKIPPED = enum.auto()  # waits for a prefix; others may enter
-    BLOCKED = enum.auto()  # nothing enters after it
 
 
 class StepPlanner:
@@ -183,11 +176,7 @@ class StepPlanner:
             request = self._next()
             if request is None or (before is not None and self._state.waiting.key(request) >= before):
                 return
-            outcome = self._try(request)
-            if outcome is EntryOutcome.SKIPPED:
-                self._skipped.add(request.request_id)
-                self._is_open = len(self._skipped) < MAX_SKIPPED
-            elif outcome is EntryOutcome.BLOCKED:
+            if not self._try(request):
                 self._is_open, self._by_cache = self._by_cache, False  # an earlier one may fit
 
     def _next(self) -> Request | None:
@@ -219,23 +208,26 @@ class StepPlanner:
             count = self._cached[request.request_id] = kv.prefixes.estimate(request)
         return count
 
-    def _try(self, request: Request) -> EntryOutcome:
+    def _try(self, request: Request) -> bool:
+        """Let the request enter, move to another class, or wait for a prefix. Return False if it is blocked."""
         state, plan = self._state, self._plan
         self._blocked = None
         if not self._has_turn(request):
-            return EntryOutcome.BLOCKED
+            return False
         if state.drop_over_quota(request, self._now):
-            return EntryOutcome.ENTERED
+            return True
         hit = state.find_hit(request)
         if self._awaits_prefix(request, hit):
-            return EntryOutcome.SKIPPED
+            self._skipped.add(request.request_id)
+            self._is_open = len(self._skipped) < MAX_SKIPPED
+            return True
         if not plan.is_short(request.num_tokens - hit.num_tokens):
-            return EntryOutcome.BLOCKED
+            return False
         if self._make_way(request, hit):
             hit = state.find_hit(request)  # offloading may evict its host blocks
         elif not self._fits(request, hit):
-            return EntryOutcome.BLOCKED
-        return EntryOutcome.ENTERED if self._enter(request, hit) else EntryOutcome.BLOCKED
+            return False
+        return self._enter(request, hit)
 
     def _has_turn(self, request: Request) -> bool:
         plan = self._plan

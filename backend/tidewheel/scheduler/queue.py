@@ -159,8 +159,7 @@ class WaitingSet:
                 counts[name] = counts.get(name, self._num_new[name]) - 1 - len(victim.followers)
                 insort(crowds, (counts[name] / weight(name), name))
             else:
-                own_victim = next(lower, None)
-                if own_victim is None:
+                if (own_victim := next(lower, None)) is None:
                     return
                 victim = own_victim
                 own -= 1 + len(victim.followers)

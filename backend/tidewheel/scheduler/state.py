@@ -64,8 +64,8 @@ class SchedulerState:
             lookup = PromptLookup(config.num_rows, config.max_model_len, most) if is_lookup else RunnerDrafts(most)
             self.use_proposer(GrammarDrafts(lookup, self.columns))
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
-        self.deadlines = EventHeap[Request](_is_unfinished)
-        self._soft_deadlines = EventHeap[Request](_is_unfinished)
+        self.deadlines = EventHeap[Request](lambda event: not event.subject.is_finished)
+        self._soft_deadlines = EventHeap[Request](lambda event: not event.subject.is_finished)
         self.latest_starts = EventHeap[Request](_awaits_objective)  # that meet the objective of the first token
         self.virtual_counters: VirtualCounters | None = None
         self.observe_end: Callable[[Request, float], None] = lambda _, __: None  # set by admission
@@ -88,13 +88,11 @@ class SchedulerState:
     def _configure(self, config: SchedulerConfig) -> None:
         self.config, self.policy = config, POLICIES[config.policy]
         if self.policy.by_tenant != (self.virtual_counters is not None):
-            self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
+            counters = VirtualCounters(lambda tenant: limits_of(self.config.tenants, tenant).weight)
+            self.virtual_counters = counters if self.policy.by_tenant else None
         self.waiting = WaitingSet(self.policy, self.virtual_counters, config.tenants)
         self._lifts = EventHeap[Request](lambda event: event.subject.ages_since == event.time)
-        self.loras.configure(config.ageing_s, by_class=self.policy.by_class)
-
-    def _weight(self, tenant: str) -> float:
-        return limits_of(self.config.tenants, tenant).weight
+        self.loras.ageing_s, self.loras.by_class = config.ageing_s, self.policy.by_class
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Rank all requests anew; they keep their age."""
@@ -358,7 +356,3 @@ class SchedulerState:
 def _awaits_objective(event: TimedEvent[Request]) -> bool:
     request = event.subject
     return request.is_new and not request.is_finished and not request.is_demoted
-
-
-def _is_unfinished(event: TimedEvent[Request]) -> bool:
-    return not event.subject.is_finished

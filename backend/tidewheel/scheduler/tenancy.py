@@ -57,9 +57,9 @@ class TenantTable:
 
     def __init__(self, tenants: Mapping[str, TenantLimits], *, by_lora: bool = False) -> None:
         self._by_lora = by_lora
-        self._tenants = tenants
-        self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
+        self._named: dict[str, _Buckets] = {}
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # LRU
+        self.reconfigure(tenants)
 
     def reconfigure(self, tenants: Mapping[str, TenantLimits]) -> None:
         before = {**self._unnamed, **self._named}

@@ -13,11 +13,8 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 A = TypeVar("A")
 C = TypeVar("C")
@@ -112,15 +109,11 @@ async def in_threads(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
     """Yield blocking calls' results in order. An error or close drops calls not begun."""
-    waiting: deque[Future[R]] = deque()
-    with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
+        started = (pool.submit(lambda item: run(ask(item)), item) for item in items)
         try:
-            started = (pool.submit(lambda item: run(ask(item)), item) for item in items)
-            waiting.extend(itertools.islice(started, _AHEAD * concurrency))
-            while waiting:
-                yield waiting.popleft().result()
-                bar.update()
-                waiting.extend(itertools.islice(started, 1))
+            for future in _in_order(started, deque(), items, concurrency, progress):
+                yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -136,21 +129,26 @@ async def in_tasks(
         async with free:
             return await ask(item)
 
-    with _bar(items, progress) as bar:
-        try:
-            started = (asyncio.create_task(ask_in_turn(item)) for item in items)
-            waiting.extend(itertools.islice(started, _AHEAD * concurrency))
-            while waiting:
-                yield await waiting.popleft()
-                bar.update()
-                waiting.extend(itertools.islice(started, 1))
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+    try:
+        started = (asyncio.create_task(ask_in_turn(item)) for item in items)
+        for task in _in_order(started, waiting, items, concurrency, progress):
+            yield await task
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def _bar(items: Iterable[object], progress: bool) -> tqdm[object]:
+def _in_order(
+    started: Iterator[T], waiting: deque[T], items: Iterable[object], concurrency: int, progress: bool
+) -> Iterator[T]:
+    """Yield started calls, of which `waiting` holds the next."""
     from tqdm import tqdm
 
-    return tqdm(total=len(items) if isinstance(items, Sized) else None, unit=" requests", disable=not progress)
+    num_items = len(items) if isinstance(items, Sized) else None
+    with tqdm(total=num_items, unit=" requests", disable=not progress) as bar:
+        waiting.extend(itertools.islice(started, _AHEAD * concurrency))
+        while waiting:
+            yield waiting.popleft()
+            bar.update()
+            waiting.extend(itertools.islice(started, 1))

@@ -203,8 +203,8 @@ def rejected_tokens_proposed_from(patch: pytest.MonkeyPatch) -> None:
     real = Speculation.propose
 
     def propose(self: Speculation) -> None:
-        if self._last is not None and len(self._last[0]):
-            rows = self._last[0][self._columns.running.take(self._last[0])][:1]
+        if len(self._last_rows):
+            rows = self._last_rows[self._columns.running.take(self._last_rows)][:1]
             self._proposer.append(rows, np.zeros(len(rows), dtype=np.int32))
         real(self)
 

@@ -203,7 +203,8 @@ class TestChoice:
 
     def test_one_of_many_classes_is_chosen_without_the_drafts_of_lower_ones(self) -> None:
         chooser = learned(CPU, 4, [0.95] * 4)
-        chooser.enter(3, 3)  # may not slow the others down, which have gained nothing yet
+        chooser.enter(3, 3)
+        chooser.balances[:3] = -0.5  # a lower class may not add to that
         chosen = choose(chooser, 4)
         assert chosen[:3].all()
         assert not chosen[3]

@@ -54,8 +54,9 @@ class StepPlanner:
             self._plan_prompts(chunk_rows)
         else:
             self._plan_turn(state.turns, decode_rows, decode_starts)
-        if state.speculation is not None and plan.has_decodes_alone and not state.in_flight:
-            self._plan_drafts(state.speculation)
+        speculation = state.speculation
+        if speculation is not None and speculation.has_proposals and plan.has_decodes_alone and not state.in_flight:
+            self._plan_drafts(speculation)
         num_grown = len(plan.growing_rows)
         self._grow()
         state.blocked = self._blocked and self._blocked._replace(

@@ -18,7 +18,8 @@ from tidewheel.scheduler.goodput import DecodeStep, Goodput
 from tidewheel.stats import EngineStats
 
 ANY_BUDGET = 1 << 30
-PATIENCE, STRIDE = 8, 4  # steps in which no draft was accepted, and how seldom rows are then looked at
+PATIENCE = 4  # looks in vain, after which rows are looked at half as often
+MOST_HALVINGS = 4
 
 
 class Proposals(NamedTuple):
@@ -83,14 +84,15 @@ class Speculation:
         self._counts = np.zeros(num_rows, dtype=np.int32)
         self._token_ids = np.zeros((num_rows, most), dtype=np.int32)
         self._kinds = np.zeros(num_rows, dtype=np.int32)
+        self.has_proposals = False
         self._had_drafts = False  # the step that is applied
-        self._last: tuple[RowArray, Int32Array] | None = None  # rows of the last step, tokens that each got
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
-        self._num_idle = 0  # steps since a draft was accepted, or a request entered
+        self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
+        self._num_vain_looks = 0  # since drafts were chosen or would have been right, or a request entered
 
     def enter(self, request: Request) -> None:
         self._append_unseen()
-        self._num_idle = 0
+        self._num_vain_looks = 0
         output = np.array(request.output_token_ids, dtype=np.int32)
         self._proposer.enter(request.row, np.concatenate((request.prompt_token_ids, output)))
         self._goodput.enter(request.row, int(self._columns.classes[request.row]))
@@ -99,16 +101,18 @@ class Speculation:
     def choose(self, rows: RowArray, most: Int32Array, budget: int) -> Int32Array:
         """Return how many drafts of distinct rows pay in a step [n]: at most `most` [n], in all at most `budget`."""
         counts = np.minimum(self._counts.take(rows), most)
-        if not counts.any():
-            return counts
-        return self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
+        if counts.any():
+            counts = self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
+            if counts.any():
+                self._num_vain_looks = 0
+        return counts
 
-    def is_worthwhile(self, rows: RowArray) -> bool:
-        """Return whether drafts would pay after the known tokens of all `rows`. Then look for them after the next."""
-        is_worthwhile = bool(self.choose(rows, self._counts.take(rows), ANY_BUDGET).any())
-        if is_worthwhile:
-            self._num_idle = 0
-        return is_worthwhile
+    def is_worthwhile(self) -> bool:
+        """Return whether drafts would pay after the known tokens of all rows. Then look for them after the next."""
+        if not self.has_proposals:
+            return False
+        rows = self._columns.running.nonzero()[0]
+        return bool(self.choose(rows, self._counts.take(rows), ANY_BUDGET).any())
 
     def drafts(self, rows: RowArray, counts: Int32Array) -> ChosenDrafts:
         is_used = np.arange(self._token_ids.shape[1]) < counts[:, None]
@@ -116,19 +120,19 @@ class Speculation:
 
     def observe(self, rows: RowArray, tokens: Int32Array) -> None:
         """Learn a step's tokens [n] of running rows; a row with accepted drafts repeats."""
-        if self._had_drafts:
-            firsts = np.append(0, (rows[1:] != rows[:-1]).nonzero()[0] + 1)[: len(rows)]
-            self._last = rows[firsts], np.diff(firsts, append=len(rows)).astype(np.int32)
-        else:
-            self._last = rows, np.ones_like(tokens)
-            if self._proposer.is_free and self._counts.take(rows).any():
-                self._observe_unused(rows, tokens)
+        if self.has_proposals and self._proposer.is_free and not self._had_drafts:
+            self._observe_unused(rows, tokens)
         self._had_drafts = False
+        self._last_rows = rows
         self._unseen.append((rows, tokens))
 
     def _append_unseen(self) -> None:
-        for rows, tokens in self._unseen:
-            self._proposer.append(rows, tokens)
+        if len(self._unseen) == 1:
+            self._proposer.append(*self._unseen[0])
+        elif self._unseen:
+            rows, tokens = (np.concatenate(parts) for parts in zip(*self._unseen, strict=True))
+            order = rows.argsort(kind="stable")
+            self._proposer.append(rows[order], tokens[order])
         self._unseen.clear()
 
     def _observe_unused(self, rows: RowArray, tokens: Int32Array) -> None:
@@ -136,18 +140,21 @@ class Speculation:
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
+        if num_right.any():
+            self._num_vain_looks = 0
 
     def propose(self) -> None:
-        """Propose what follows the tokens of the rows that were observed last; seldom, where nothing paid."""
-        assert self._last is not None
-        rows = self._last[0]
-        rows = rows[self._columns.running.take(rows)]
-        self._num_idle += 1
-        if self._num_idle > PATIENCE and len(self._unseen) < STRIDE:
-            self._counts[rows] = 0
+        """Propose what follows the tokens of the rows that were observed last; seldom, if looks were in vain."""
+        if len(self._unseen) < 1 << min(self._num_vain_looks // PATIENCE, MOST_HALVINGS):
+            if self.has_proposals:
+                self._counts[:] = 0
+                self.has_proposals = False
             return
+        self._num_vain_looks += 1
         self._append_unseen()
+        rows = (np.bincount(self._last_rows, minlength=len(self._counts)) * self._columns.running).nonzero()[0]
         self._counts[rows], self._token_ids[rows], self._kinds[rows] = self._proposer.propose(rows)
+        self.has_proposals = bool(self._counts.any())
 
     def observe_drafts(self, rows: RowArray, draft_tokens: Int32Array, follows: BoolArray) -> None:
         """Learn which entries [n] of a step with drafts counted. Call before `observe`."""
@@ -165,14 +172,17 @@ class Speculation:
         self._stats.num_draft_tokens += int(num_drafts.sum())
         self._stats.num_accepted_draft_tokens += int(num_accepted.sum())
         self._had_drafts = True
-        if num_accepted.any():
-            self._num_idle = 0
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
         """Learn the seconds of the step that was observed last, if it had decodes alone and rows were looked at."""
-        num_entries, num_drafts = len(batch.rows), int(np.count_nonzero(batch.draft_tokens != NO_DRAFT))
-        was_looked_at = num_drafts > 0 or has_waited or not self._unseen
-        if self._last is not None and batch.num_decodes == num_entries and was_looked_at:
-            most_drafts = int(np.bincount(batch.rows).max()) - 1
-            step = DecodeStep(num_entries - num_drafts, num_drafts, most_drafts, has_waited)
-            self._goodput.observe_step(*self._last, step, seconds)
+        has_drafts, num_entries = len(batch.draft_tokens) > 0, len(batch.rows)
+        if batch.num_decodes != num_entries or (self._unseen and not (has_drafts or has_waited)):
+            return
+        step = DecodeStep(num_entries, has_waited=has_waited)
+        if has_drafts:
+            num_entries_of_rows = np.bincount(batch.rows)
+            num_rows = int(np.count_nonzero(num_entries_of_rows))
+            step = DecodeStep(num_rows, num_entries - num_rows, int(num_entries_of_rows.max()) - 1, has_waited)
+        num_tokens = np.bincount(self._last_rows)
+        rows = num_tokens.nonzero()[0]
+        self._goodput.observe_step(rows, num_tokens[rows], step, seconds)

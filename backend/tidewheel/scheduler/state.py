@@ -252,8 +252,7 @@ class SchedulerState:
         """Note and return whether the next step waits for the tokens of those in flight, as drafts follow them."""
         if self.speculation is None or not self.in_flight:
             return False
-        rows = self.columns.running.nonzero()[0]
-        self.has_waited = self.in_flight[-1].has_drafts or self.speculation.is_worthwhile(rows)
+        self.has_waited = self.in_flight[-1].has_drafts or self.speculation.is_worthwhile()
         return self.has_waited
 
     def settle_drafts(self, rows: RowArray) -> None:

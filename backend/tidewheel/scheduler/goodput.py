@@ -100,7 +100,8 @@ class DecodeCost:
         _, overhead, wait, depth = self._terms
         sizes = self._sizes.take(num_drafts + (num_rows - 1)) + (wait - self._sizes[num_rows - 1])
         sizes += overhead * (num_drafts > 0) + max(depth, 0.0) * self._log2.take(most_drafts)
-        return np.maximum(np.exp(sizes), 1.0)
+        ratios: _Floats = np.maximum(np.exp(sizes), 1.0)
+        return ratios
 
 
 class AcceptanceRates:
@@ -132,9 +133,9 @@ class AcceptanceRates:
         self._expected[rows] = expected = self._expected.take(rows) * keep + now
         self._factors[rows] = (failed + _EXPECTED_FAILURES) / (expected + _EXPECTED_FAILURES)
         tests = np.bincount(kinds, num_tested, NUM_KINDS)
-        keep = _KIND_FORGET**tests
-        self._tests = self._tests * keep + tests
-        self._fails = self._fails * keep + np.bincount(kinds, num_failed, NUM_KINDS)
+        keep_of_kinds = _KIND_FORGET**tests
+        self._tests = self._tests * keep_of_kinds + tests
+        self._fails = self._fails * keep_of_kinds + np.bincount(kinds, num_failed, NUM_KINDS)
         self._failures = np.maximum(self._fails / self._tests, _LEAST_FAILURE)
 
 

@@ -133,9 +133,9 @@ class AcceptanceRates:
         self._expected[rows] = expected = self._expected.take(rows) * keep + now
         self._factors[rows] = (failed + _EXPECTED_FAILURES) / (expected + _EXPECTED_FAILURES)
         tests = np.bincount(kinds, num_tested, NUM_KINDS)
-        keep_of_kinds = _KIND_FORGET**tests
-        self._tests = self._tests * keep_of_kinds + tests
-        self._fails = self._fails * keep_of_kinds + np.bincount(kinds, num_failed, NUM_KINDS)
+        kinds_keep: _Floats = np.power(_KIND_FORGET, tests)
+        self._tests = self._tests * kinds_keep + tests
+        self._fails = self._fails * kinds_keep + np.bincount(kinds, num_failed, NUM_KINDS)
         self._failures = np.maximum(self._fails / self._tests, _LEAST_FAILURE)
 
 

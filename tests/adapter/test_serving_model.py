@@ -76,6 +76,7 @@ class FakeFrontend:
         self.recorder = StatsRecorder(128)
         self.held: list[Sink] = []
         self.num_waits = 0
+        gate.wait = self.note_wait  # type: ignore[method-assign]
 
     def start(self, info: EngineInfo, reader: FakeReader, engine: FakeClient) -> None:
         self.reader, self.engine = reader, engine
@@ -100,7 +101,7 @@ class FakeFrontend:
     def is_idle(self) -> bool:
         return not self.held
 
-    def wait_for_room(self) -> None:
+    def note_wait(self) -> None:
         self.num_waits += 1
 
     def on_stats(self, stats: EngineStats) -> None:

@@ -409,11 +409,11 @@ def wait_sent(harness: FrontendHarness, count: int) -> None:
 
 
 class Waiter:
-    """A thread in `wait_for_room`, as Triton's in `execute`."""
+    """A thread in `AdmissionGate.wait`, as Triton's in `execute`."""
 
     def __init__(self, harness: FrontendHarness) -> None:
         self._gate = harness.frontend.gate
-        self._thread = threading.Thread(target=harness.frontend.wait_for_room)
+        self._thread = threading.Thread(target=harness.frontend.gate.wait)
         self._thread.start()
 
     @property
@@ -427,7 +427,7 @@ class Waiter:
 
 def test_a_start_makes_room(harness: FrontendHarness) -> None:
     first = harness.submit(stream=True)
-    harness.frontend.wait_for_room()
+    harness.frontend.gate.wait()
     second = harness.submit(stream=True)
     waiter = Waiter(harness)
     assert waiter.is_held
@@ -469,7 +469,7 @@ def test_prompt_tokens_count(harness: FrontendHarness) -> None:
 def test_a_request_that_is_wrong_holds_nothing_up(harness: FrontendHarness) -> None:
     for _ in range(5):
         harness.refuse(text="")
-        harness.frontend.wait_for_room()
+        harness.frontend.gate.wait()
 
 
 def test_what_the_engine_has_no_room_for_is_sent_again(harness: FrontendHarness) -> None:
@@ -505,7 +505,7 @@ def test_where_nothing_is_held_a_full_waiting_set_ends_it(tmp_path: Path) -> Non
     refuse(harness, submitted)
     submitted.sink.wait_end()
     assert str(submitted.sink.error) == "[TW-BUSY retry_after_ms=250] waiting set is full: 2 of 2 requests"
-    harness.frontend.wait_for_room()
+    harness.frontend.gate.wait()
     harness.close()
 
 

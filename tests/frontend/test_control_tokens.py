@@ -43,7 +43,7 @@ class Chat(NamedTuple):
         return self.tokenizer.encode(text, add_special_tokens=False).tolist()
 
     def special_of(self, token_ids: list[int]) -> list[int]:
-        texts = {token_id: self.tokenizer.token_string(token_id) for token_id in token_ids}
+        texts = {token_id: self.tokenizer.backend.id_to_token(token_id) for token_id in token_ids}
         return [token_id for token_id in token_ids if texts[token_id] in self.special]
 
     @property

@@ -86,7 +86,7 @@ class TritonPythonModel:
         """Submit requests. Wait after each until the front end has room."""
         for request in requests:
             self._submit(request)
-            self._follower.serving.frontend.wait_for_room()
+            self._follower.serving.frontend.gate.wait()
 
     def finalize(self) -> None:
         self._presence.remove()

@@ -109,9 +109,6 @@ class Frontend:
         for note in self.on_ended:
             note(EndedRequest(request_id, arrival_ns, time.monotonic_ns(), tag=error.tag))
 
-    def wait_for_room(self) -> None:
-        self.gate.wait()
-
     def close(self, error: TidewheelError | None = None) -> None:
         """End live and later requests with `error`, by default `Draining`."""
         with self._lock:

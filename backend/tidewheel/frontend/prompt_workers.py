@@ -107,16 +107,15 @@ class PromptWorkers:
         self._folder = folder
         self._is_closed = False
         self._lock = threading.Lock()
-        self._count = count
-        self._workers = {0: _Worker(folder)}
+        self._workers = [_Worker(folder) for _ in range(count)]
         # A lone job goes to the first process, which has read the grammars' vocabulary.
         self._idle: LifoQueue[int] = LifoQueue()
         for index in reversed(range(count)):
             self._idle.put(index)
 
     def wait_started(self) -> None:
-        """Start all processes. Raise `ConfigError` if the folder cannot be read within the limits."""
-        worker, folder = self._worker(0), self._folder
+        """Raise `ConfigError` if the folder cannot be read within the limits."""
+        worker, folder = self._workers[0], self._folder
         answer = worker.ask(StartJob())
         if answer is None:
             limits = f"{folder.start_s:.0f} s of CPU time and {folder.memory_mb} MiB of memory"
@@ -126,8 +125,6 @@ class PromptWorkers:
             )
         if answer.error is not None:
             raise ConfigError(answer.error.message)
-        for index in range(1, self._count):
-            self._worker(index)
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
         """Return token ids [num_tokens] int32. `plain` spans make no special tokens. Raise as `run` does."""
@@ -139,9 +136,9 @@ class PromptWorkers:
         index = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):
-                answer = self._worker(index).ask(job)
+                answer = self._workers[index].ask(job)
                 if answer is None:
-                    self._discard(index, job)
+                    self._replace(index, job)
                 elif answer.error is not None:
                     raise answer.error.to_error()
                 else:
@@ -153,33 +150,25 @@ class PromptWorkers:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            workers = list(self._workers.values())
-        for worker in workers:
-            worker.end()
+            for worker in self._workers:
+                worker.end()
 
-    def _worker(self, index: int) -> _Worker:
+    def _replace(self, index: int, job: Job) -> None:
         with self._lock:
+            returncode = self._workers[index].end()
             if self._is_closed:
                 raise Draining("the server is shutting down")
-            if index not in self._workers:
-                self._workers[index] = _Worker(self._folder)
-            return self._workers[index]
-
-    def _discard(self, index: int, job: Job) -> None:
-        returncode = self._workers.pop(index).end()
-        if self._is_closed:
-            raise Draining("the server is shutting down")
+            self._workers[index] = _Worker(self._folder)
         logger.warning("a process that makes token ids ended (%s) and is replaced", describe_exit(returncode))
+        limit = f"{self._folder.limit_of(job):.0f} s of CPU time"
         if isinstance(job, GrammarTrial) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
             raise InvalidRequest(
-                f"{job.grammar.name} could not be compiled within {self._folder.limit_of(job):.0f} s of CPU time and "
-                "the limits of memory and depth: make it simpler"
+                f"{job.grammar.name} could not be compiled within {limit} and the limits of memory and depth: "
+                "make it simpler"
             )
         if returncode == -signal.SIGPROF:
             what = "chat template did not end" if isinstance(job, RenderJob) else "prompt could not be tokenised"
-            raise InvalidRequest(
-                f"the {what} within {self._folder.limit_of(job):.0f} s of CPU time: change the prompt"
-            )
+            raise InvalidRequest(f"the {what} within {limit}: change the prompt")
 
 
 class _Worker:

@@ -124,7 +124,7 @@ class RequestReader(MessageMaker):
         activity: Activity = loudness,
     ) -> None:
         super().__init__(info, tokenizer, defaults)
-        self._max_token_bytes, self._token_string = tokenizer.max_token_bytes, tokenizer.token_string
+        self._max_token_bytes, self._token_string = tokenizer.max_token_bytes, tokenizer.backend.id_to_token
         self._encoder = encoder
         self._settings = settings
         self._activity = activity

@@ -78,9 +78,6 @@ class Tokenizer:
         except BaseException as error:
             raise _failure(InternalError, "the model's tokenizer fails at these tokens", error) from None
 
-    def token_string(self, token_id: int) -> str:
-        return str(self.backend.id_to_token(token_id))
-
     def _text_of(self, token_id: int) -> str:
         """Return a token's text, with the leading space that decoders drop."""
         alone = self.decode((token_id,), skip_special_tokens=False)

@@ -134,11 +134,15 @@ class OutputStream:
         self._take_prompt(delta)
         ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
         num_taken = self._push_text(delta.token_ids[:-1] if ends else delta.token_ids)
-        if not self._stop.is_hit:
-            num_taken = len(delta.token_ids)
-        self._record(delta.token_ids[:num_taken], delta.logprobs or [])
         if self._stop.is_hit:
             self.finish_reason = FinishReason.STOP.value
+        else:
+            num_taken = len(delta.token_ids)
+        self.token_ids += delta.token_ids[:num_taken]
+        self.num_tokens += num_taken
+        for entry in (delta.logprobs or [])[:num_taken]:
+            self._cumulative_logprob += entry.logprob
+            self._logprobs.append(entry)
 
     def end(self, finish_reason: str) -> None:
         """Set the finish reason and emit withheld text, unless finished."""
@@ -182,13 +186,6 @@ class OutputStream:
             if self._stop.is_hit:
                 return index
         return len(token_ids)
-
-    def _record(self, token_ids: list[int], logprobs: list[TopLogprobs]) -> None:
-        self.token_ids += token_ids
-        self.num_tokens += len(token_ids)
-        for entry in logprobs[: len(token_ids)]:
-            self._cumulative_logprob += entry.logprob
-            self._logprobs.append(entry)
 
     def _prompt_text(self, given: Generation) -> str:
         if given.prompt_text is not None or self._tokenizer is None:

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -48,12 +48,6 @@ class Parameter(NamedTuple):
         else:
             limits = f"{_number(self.low)} to {_number(self.high)}"
         return "".join(f"{value} or " for value in self.outside) + limits
-
-    def limits(self) -> Iterator[str]:
-        if self.range:
-            yield self.range
-        sizes = ((self.max_entries, "entries"), (self.max_bytes, "bytes"), (self.max_chars, "characters"))
-        yield from (f"at most {size} {unit}" for size, unit in sizes if size is not None)
 
     def check_integer(self, name: str, value: object) -> None:
         """Raise `InvalidRequest` that names field, value and limit."""

@@ -149,7 +149,9 @@ def _parameter_row(field: ParameterField) -> Row:
     name = f"`{field.name}`" + ("" if parameter.is_tensor else " \\*")
     names = ", ".join((name, *(f"`{alias}`" for alias in (*parameter.aliases, *parameter.tensor_aliases))))
     default = "" if field.default in (None, "", (), {}) else _shown(field.default)
-    return names, ", ".join((field.kind, *parameter.limits())), default, parameter.meaning
+    sizes = ((parameter.max_entries, "entries"), (parameter.max_bytes, "bytes"), (parameter.max_chars, "characters"))
+    limits = [parameter.range, *(f"at most {size} {unit}" for size, unit in sizes if size is not None)]
+    return names, ", ".join(filter(None, (field.kind, *limits))), default, parameter.meaning
 
 
 PARTS: Mapping[str, Callable[[], str]] = {

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tidewheel.engine_arguments import ENTRY_ARGUMENTS, HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.lora import parse_loras, read_multi_lora
 from tidewheel.sampling import MAX_LOGPROBS
-from tidewheel.settings import check_known, take_settings
+from tidewheel.settings import ENTRY_ARGUMENTS, HONOURED, check_known, take_settings, translate
 from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tidewheel.config import LIVE, SIZED, EngineConfig
-from tidewheel.engine_arguments import HONOURED
 from tidewheel.errors import BY_TAG, ConfigError, cause_and_remedy
 from tidewheel.frontend.request_parameters import FIELDS
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.metrics import TABLE
 from tidewheel.parameters import ParameterField
-from tidewheel.settings import JSON_SETTINGS
+from tidewheel.settings import HONOURED, JSON_SETTINGS
 
 _HEADING = re.compile(r"    # (?P<text>.+)")
 _FIELD = re.compile(r"    (?P<name>\w+): [^#]*# (?P<meaning>.+)")

@@ -14,7 +14,7 @@ from support.engine.fake_runner import FakeRunner, PendingTokens
 from support.long_runs import examples
 from support.scheduler.scheduling import make_request
 from tidewheel.batch import RowError, SampledTokens, ScheduledBatch
-from tidewheel.engine.device_arbiter import UnsharedDevice
+from tidewheel.engine.shared_device import UnsharedDevice
 from tidewheel.errors import Busy, DeadlineExceeded, EngineDead, InvalidRequest, NotFound
 from tidewheel.request import FinishReason, Priority
 

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from tidewheel.config import EngineConfig
-from tidewheel.engine import device_arbiter
-from tidewheel.engine.device_arbiter import DeviceArbiter, DeviceShare, UnsharedDevice, share_device
+from tidewheel.engine import shared_device
+from tidewheel.engine.shared_device import DeviceArbiter, DeviceShare, UnsharedDevice, share_device
 from tidewheel.request import Priority
 from tidewheel.runner.info import RunnerInfo
 
@@ -138,16 +138,16 @@ def test_waiting_lifts_a_class(device: Device) -> None:
     first, second = device.join("f", HIGH), device.join("s", HIGH)
     low = device.join("l", LOW)
     device.play(4.0, first, second, low)
-    assert low.used_s > 0.0 and low.longest_wait_s < 4 * device_arbiter.AGEING_S
+    assert low.used_s > 0.0 and low.longest_wait_s < 4 * shared_device.AGEING_S
 
 
 def test_two_critical_engines_leave_turns_to_a_third(device: Device) -> None:
     text, images, low = device.join("t", CRITICAL, 0.012), device.join("i", CRITICAL, 0.02), device.join("l", LOW)
     device.play(8.0, text, images, low, stops=False)
-    assert low.used_s > 0.0 and low.longest_wait_s <= 3 * device_arbiter.AGEING_S + 0.04
+    assert low.used_s > 0.0 and low.longest_wait_s <= 3 * shared_device.AGEING_S + 0.04
     low.service_class, low.longest_wait_s, text.longest_wait_s = CRITICAL, 0.0, 0.0
     device.play(8.0, text, images, low)  # what it did not use as LOW, it has not saved up
-    assert text.longest_wait_s < 8 * (device_arbiter.CREDIT_S + 0.05)
+    assert text.longest_wait_s < 8 * (shared_device.CREDIT_S + 0.05)
 
 
 def test_an_engine_without_requests_lets_others_run(device: Device) -> None:
@@ -174,13 +174,13 @@ def test_an_engine_that_stopped_holds_nobody_up(device: Device) -> None:
     assert a.take() and not stopped.take()
     a.arbiter.give_back(ran=True)
     assert not a.take()
-    device.now += 2 * device_arbiter.STALE_S
+    device.now += 2 * shared_device.STALE_S
     assert a.take()
     a.arbiter.give_back(ran=True)
     assert stopped.take()
     device.now += 0.01
     assert not a.take()
-    device.now += device_arbiter.OVERDUE_S
+    device.now += shared_device.OVERDUE_S
     assert a.take()
     device.now += 0.01
     assert a.take()
@@ -193,7 +193,7 @@ def test_a_language_model_is_cut_only_beside_a_better_class(device: Device) -> N
     text.service_class, images.service_class = LOW, HIGH
     assert not images.take() and text.take() is False
     assert text.arbiter.slice_s == 0.02
-    device.now += 2 * device_arbiter.RECENT_S
+    device.now += 2 * shared_device.RECENT_S
     assert text.arbiter.slice_s is None
 
 
@@ -204,9 +204,9 @@ INFO = RunnerInfo(
 
 
 def test_all_ranks_of_an_engine_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_arbiter.os, "sched_getaffinity", lambda _pid: range(8))
+    monkeypatch.setattr(shared_device.os, "sched_getaffinity", lambda _pid: range(8))
     shares: list[DeviceShare] = []
-    monkeypatch.setattr(device_arbiter, "DeviceArbiter", lambda _base, share: shares.append(share))
+    monkeypatch.setattr(shared_device, "DeviceArbiter", lambda _base, share: shares.append(share))
     for num_ranks in (1, 2, 8):
         share_device(EngineConfig(model="m", tensor_parallel_size=num_ranks), INFO, tmp_path / "d", "m")
     assert [share.cores for share in shares] == [0.25, 0.5, 1.0]
@@ -220,7 +220,7 @@ def test_an_open_folder_only_ends_turns(tmp_path: Path) -> None:
 def test_an_engine_beyond_the_table_takes_no_turns_and_says_so(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engines = [device.join(f"m{number}") for number in range(device_arbiter.MAX_ENGINES)]
+    engines = [device.join(f"m{number}") for number in range(shared_device.MAX_ENGINES)]
     device.play(0.5, *engines)
     assert all(engine.used_s for engine in engines)
     assert type(share_device(EngineConfig(model="m"), INFO, device.folder, "m")) is UnsharedDevice
@@ -234,7 +234,7 @@ def test_an_engine_beyond_the_table_takes_no_turns_and_says_so(
 _HOLDER = """
 import sys
 from pathlib import Path
-from tidewheel.engine.device_arbiter import DeviceArbiter, DeviceShare
+from tidewheel.engine.shared_device import DeviceArbiter, DeviceShare
 arbiter = DeviceArbiter(Path(sys.argv[1]), DeviceShare("child"))
 print("joined", flush=True)
 while sys.stdin.readline() == "take\\n":
@@ -269,7 +269,7 @@ class Child:
 
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
-    monkeypatch.setattr(device_arbiter, "OVERDUE_S", 1e9)  # on a busy machine, too
+    monkeypatch.setattr(shared_device, "OVERDUE_S", 1e9)  # on a busy machine, too
     child = Child(tmp_path / "cpu")
     yield child
     child.kill()

@@ -18,8 +18,8 @@ import torch
 from msgspec.structs import replace
 
 from tidewheel.config import EngineConfig
-from tidewheel.engine import device_memory
-from tidewheel.engine.device_memory import DeviceMemory
+from tidewheel.engine import shared_device
+from tidewheel.engine.shared_device import DeviceMemory
 from tidewheel.errors import ConfigError
 from tidewheel.runner import host_memory
 from tidewheel.runner.info import RunnerInfo
@@ -34,10 +34,10 @@ HOLDER = f"""
 import sys
 from pathlib import Path
 from tidewheel.config import EngineConfig
-from tidewheel.engine import device_memory
-device_memory.host_limits = lambda: {{"cpu": {TOTAL}}}
-device_memory.shown_records = lambda *_: []  # of other tests
-memory = device_memory.DeviceMemory(EngineConfig(model="m", device="cpu", device_memory_share=0.6), Path(sys.argv[1]))
+from tidewheel.engine import shared_device
+shared_device.host_limits = lambda: {{"cpu": {TOTAL}}}
+shared_device.shown_records = lambda *_: []  # of other tests
+memory = shared_device.DeviceMemory(EngineConfig(model="m", device="cpu", device_memory_share=0.6), Path(sys.argv[1]))
 print("holds", flush=True)
 sys.stdin.read()
 """
@@ -52,8 +52,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(
         host_memory, "_read_record", lambda link, *kind: read(link, *kind) if link.parts[2] in known else None
     )
-    monkeypatch.setattr(device_memory, "host_limits", lambda: {"cpu": TOTAL})
-    monkeypatch.setattr(device_memory, "resident_bytes", lambda _pid: 100 * MIB)
+    monkeypatch.setattr(shared_device, "host_limits", lambda: {"cpu": TOTAL})
+    monkeypatch.setattr(shared_device, "resident_bytes", lambda _pid: 100 * MIB)
     return known
 
 
@@ -120,7 +120,7 @@ def test_engines_in_other_cgroups_take_memory_of_the_machine_alone(
 ) -> None:
     def load_in(group: str, name: str, share: float) -> None:
         limits = {"cpu": TOTAL, **({group: TOTAL // 2} if group else {})}
-        monkeypatch.setattr(device_memory, "host_limits", lambda: limits)
+        monkeypatch.setattr(shared_device, "host_limits", lambda: limits)
         load(name, small(50), device_memory_share=share)
 
     load_in("cpu 7", "demo", 0.8)

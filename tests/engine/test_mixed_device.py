@@ -21,7 +21,7 @@ from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_request, make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.device_arbiter import AGEING_S, CREDIT_S, DeviceArbiter, DeviceShare
+from tidewheel.engine.shared_device import AGEING_S, CREDIT_S, DeviceArbiter, DeviceShare
 from tidewheel.one_shot.runner import FinishedRun
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.scheduler import Scheduler

@@ -40,7 +40,6 @@ LAYERS = {
     "tidewheel.model_formats": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,
-    "tidewheel.engine_arguments": 0,
     "tidewheel.tenants": 0,
     "tidewheel.grammar": 0,
     "tidewheel.lora": 0,

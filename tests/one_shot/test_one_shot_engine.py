@@ -16,9 +16,9 @@ from tidewheel.batch import StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
+from tidewheel.engine.shared_device import UnsharedDevice
 from tidewheel.errors import DeadlineExceeded, InvalidRequest, ModelFailed, TidewheelError
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.request_parameters import GenerateRequest

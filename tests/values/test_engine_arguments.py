@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tidewheel.config import EngineConfig
-from tidewheel.engine_arguments import (
+from tidewheel.errors import ConfigError
+from tidewheel.settings import (
     ARGUMENTS,
     ENTRY_ARGUMENTS,
     HONOURED,
@@ -19,7 +20,6 @@ from tidewheel.engine_arguments import (
     plain,
     translate,
 )
-from tidewheel.errors import ConfigError
 
 LIST = json.loads((Path(__file__).parent / "vllm_engine_arguments.json").read_text())
 VLLM: dict[str, dict[str, Any]] = LIST["arguments"]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tidewheel.config import REMOTE, EngineConfig, setting_names
-from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_overrides
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.regular_files import read_object
-from tidewheel.settings import check_known, coerce_setting, take_settings
+from tidewheel.settings import HONOURED, check_known, coerce_setting, take_settings, translate
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"

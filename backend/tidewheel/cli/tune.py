@@ -94,10 +94,10 @@ def _load(args: argparse.Namespace) -> RecordedLoad:
 
 
 def _present_settings(path: Path) -> Mapping[str, object]:
-    from tidewheel.engine_arguments import ENTRY_ARGUMENTS
     from tidewheel.entries.entry import CONFIG_NAME, read_entry
     from tidewheel.regular_files import read_object
     from tidewheel.server.repository import entries
+    from tidewheel.settings import ENTRY_ARGUMENTS
 
     if path.is_file():
         settings: Mapping[str, object] = read_object(path)

@@ -188,12 +188,6 @@ class Connection:
                 log.exception("ignored a malformed message of the engine")
         return received
 
-    def last_words(self) -> list[messages.FromEngine]:
-        received: list[messages.FromEngine] = []
-        while more := self.receive(LAST_WORDS_MS):
-            received += more
-        return received
-
     def close(self) -> None:
         self.process.close()
         self._socket.close()

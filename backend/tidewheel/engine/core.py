@@ -13,13 +13,14 @@ from tidewheel.batch import (
     NO_DRAFT,
     NO_TRANSFERS,
     BoolArray,
+    Int32Array,
     RowError,
     SampledTokens,
     ScheduledBatch,
     StepOutputs,
     no_ids,
 )
-from tidewheel.engine.device_arbiter import UnsharedDevice
+from tidewheel.engine.shared_device import UnsharedDevice
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
@@ -196,7 +197,7 @@ class EngineCore:
                 return _no_tokens(batch)
             result = _attempt(lambda: self.runner.launch(_only(batch, keep)).wait())
             if not isinstance(result, _Failure):
-                return _spread(batch, keep, result)
+                return _spread(keep, result)
             error = result.error
         raise error
 
@@ -250,23 +251,22 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
     )
 
 
-def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
-    token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
-    token_ids[keep] = tokens.token_ids
-    drafts = tokens.draft_tokens
-    if drafts is not None:
-        drafts = np.full(len(keep), NO_DRAFT, dtype=np.int32)
-        drafts[keep] = tokens.draft_tokens
-    indices = np.flatnonzero(keep).tolist()
+def _spread(keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
+    def spread(column: Int32Array, rest: int) -> Int32Array:
+        spread = np.full(len(keep), rest, dtype=np.int32)
+        spread[keep] = column
+        return spread
+
+    indices, drafts = np.flatnonzero(keep).tolist(), tokens.draft_tokens
 
     def moved(by_index: dict[int, T] | None) -> dict[int, T] | None:
         return by_index and {indices[index]: value for index, value in by_index.items()}
 
-    return SampledTokens(
-        batch.step_id,
-        token_ids,
-        moved(tokens.logprobs),
-        moved(tokens.prompt_logprobs),
-        moved(tokens.pooled),
-        draft_tokens=drafts,
+    return replace(
+        tokens,
+        token_ids=spread(tokens.token_ids, SampledTokens.NOT_FINITE),
+        logprobs=moved(tokens.logprobs),
+        prompt_logprobs=moved(tokens.prompt_logprobs),
+        pooled=moved(tokens.pooled),
+        draft_tokens=None if drafts is None else spread(drafts, NO_DRAFT),
     )

@@ -12,7 +12,7 @@ import zmq
 
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine import messages
-from tidewheel.engine.connection import Connection, Outbox
+from tidewheel.engine.connection import LAST_WORDS_MS, Connection, Outbox
 from tidewheel.engine.folder import EngineTarget, read_status
 from tidewheel.engine.launcher import EngineLauncher, engine_command
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
@@ -194,8 +194,9 @@ class EngineClient:
             return
         now = time.monotonic()
         if not received and connection.process.has_ended:
-            for message in connection.last_words():
-                self._handle(connection, message)
+            while received := connection.receive(LAST_WORDS_MS):
+                for message in received:
+                    self._handle(connection, message)
             self._disconnect(_lost("the engine process ended; it is being started again"))
         elif self._must_kill(connection):
             connection.process.end(signal.SIGUSR1, DUMP_GRACE_S)

@@ -39,7 +39,12 @@ def engine_dir(repository: Path, model_name: str) -> Path:
     """Make and return the private folder of a model's engines."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:8]
     path = run_dir() / f"{model_label(model_name)}-{digest}"
-    check_socket_path(path / ("x" * IDENTITY_CHARS))
+    size = len(os.fsencode(path / ("x" * IDENTITY_CHARS) / SOCKET))
+    if size > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"the engine's socket path has {size} bytes and may have {MAX_SOCKET_PATH}: "
+            "set TIDEWHEEL_RUN_DIR to a folder with a shorter name"
+        )
     return private_dir(path)
 
 
@@ -79,16 +84,6 @@ def new_target(folder: Path, config: EngineConfig, identity: str = "") -> Engine
     return EngineTarget(
         folder, identity or settings_digest(config.to_settings()), config, config, time.monotonic_ns()
     )
-
-
-def check_socket_path(directory: Path) -> None:
-    """Raise `ConfigError` if the folder's path is too long for sockets."""
-    size = len(os.fsencode(directory / SOCKET))
-    if size > MAX_SOCKET_PATH:
-        raise ConfigError(
-            f"the engine's socket path has {size} bytes and may have {MAX_SOCKET_PATH}: "
-            "set TIDEWHEEL_RUN_DIR to a folder with a shorter name"
-        )
 
 
 def socket_address(directory: Path) -> str:

@@ -71,7 +71,9 @@ class HangWatch:
     def __init__(self, engine_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine_dir = engine_dir
         self._listened = ListeningClock(clock)
-        self._memory = _map(engine_dir / HEARTBEAT)
+        self._memory: mmap.mmap | None = None
+        with contextlib.suppress(OSError, ValueError), (engine_dir / HEARTBEAT).open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
         self._beat = self._read()
         self._heard_at = self._listened()
         self.silence_s = 0.0
@@ -105,12 +107,6 @@ class HangWatch:
 
     def _read(self) -> Beat | None:
         return None if self._memory is None else Beat(*_LAYOUT.unpack_from(self._memory))
-
-
-def _map(path: Path) -> mmap.mmap | None:
-    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
-    return None
 
 
 class EngineWatch:

@@ -104,12 +104,6 @@ def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:
     return int(share * info.device_bytes)  # a CPU's cache takes what is left
 
 
-class Death(msgspec.Struct, frozen=True):
-    pid: int
-    start_ticks: int
-    at: float  # monotonic seconds
-
-
 class EngineLauncher:
     """Starter of a folder's engine; the holder of the folder's lock owns the engine. Not thread-safe."""
 
@@ -249,7 +243,7 @@ class EngineLauncher:
                 f"the engine died {len(deaths)} times within {self._policy.window_s:g} s and is not started again; "
                 f"its log ends with: {folder.last_log_line(self._engine_dir)}"
             )
-        return deaths[-1].at + self._policy.delay_s(len(deaths))
+        return max(deaths.values()) + self._policy.delay_s(len(deaths))
 
 
 def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
@@ -266,12 +260,12 @@ def _end(status: folder.Status, grace_s: float) -> None:
         handle.end(signal.SIGTERM, grace_s)
 
 
-def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> list[Death]:
-    """Record the engine's death; return all deaths within `window_s` seconds, oldest first, since the last boot."""
-    path, now = engine_dir / folder.DEATHS, time.monotonic()
-    deaths = [death for death in read_value(path, list[Death]) or () if now - window_s <= death.at <= now]
-    if not any((death.pid, death.start_ticks) == (status.pid, status.start_ticks) for death in deaths):
-        deaths.append(Death(status.pid, status.start_ticks, now))
+def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> dict[str, float]:
+    """Record the engine's death; return the times (monotonic s) of all within `window_s`, since the last boot."""
+    path, process, now = engine_dir / folder.DEATHS, f"{status.pid} {status.start_ticks}", time.monotonic()
+    known = read_value(path, dict[str, float]) or {}
+    deaths = {process: now} | {name: at for name, at in known.items() if now - window_s <= at <= now}
+    if process not in known:
         write_value(path, deaths)
     return deaths
 

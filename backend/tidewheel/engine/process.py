@@ -29,11 +29,10 @@ from tidewheel.engine.build import (
     engine_info,
     load_model_runner,
 )
-from tidewheel.engine.device_arbiter import DEVICES, UnsharedDevice, share_device
-from tidewheel.engine.device_memory import DeviceMemory
 from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
+from tidewheel.engine.shared_device import DEVICES, DeviceMemory, UnsharedDevice, share_device
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError
 from tidewheel_process.locked_folder import try_lock
 

@@ -17,12 +17,12 @@ from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine import messages
 from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
-from tidewheel.engine.device_arbiter import UnsharedDevice
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.lora_registry import LoraRegistry
 from tidewheel.engine.requests import to_requests
+from tidewheel.engine.shared_device import UnsharedDevice
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
 from tidewheel.one_shot.remote import RemoteRunner
@@ -196,7 +196,9 @@ class EngineServer:
             case messages.AddRequest():
                 self._add(front_end, message)
             case messages.BatchDone():
-                self._report(front_end, message)
+                for key, error in message.ends:
+                    for request_id in list(front_end.request_ids.get(key, {}).values()):
+                        self._core.finish(request_id, None if error is None else error.to_error())
             case messages.Cancel():
                 self._cancel(front_end, message)
             case messages.Ping():
@@ -309,11 +311,6 @@ class EngineServer:
             yield
         except TidewheelError as error:
             self._front_ends.end(front_end, key, error)
-
-    def _report(self, front_end: FrontEnd, message: messages.BatchDone) -> None:
-        for key, error in message.ends:
-            for request_id in list(front_end.request_ids.get(key, {}).values()):
-                self._core.finish(request_id, None if error is None else error.to_error())
 
     def _cancel(self, front_end: FrontEnd, message: messages.Cancel) -> None:
         for key, index in message.sequences:

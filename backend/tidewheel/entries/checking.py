@@ -9,7 +9,6 @@ from typing import NamedTuple
 from tidewheel.adapter.one_shot import contradictions, signature_of
 from tidewheel.adapter.repository_entry import ModelEntry, ModelSettings, known_settings, resolve_settings, versions
 from tidewheel.config import MODEL_NOT_SET, EngineConfig
-from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT, flattened
 from tidewheel.entries.config_rules import CONFIG_RULES, backend, declared_tensors
 from tidewheel.entries.entry import CONFIG_NAME, Entry, UnreadableConfig, read_entry, served_version
 from tidewheel.entries.findings import CheckReport, Edit, Field, Finding, Problem, error, json_fields, place_of
@@ -17,7 +16,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.lora import MULTI_LORA
 from tidewheel.model_formats import foreign_format
 from tidewheel.regular_files import read_text
-from tidewheel.settings import nearest
+from tidewheel.settings import ARGUMENTS, HONOURED, WITHOUT_EFFECT, flattened, nearest
 
 _UNREAD = (("schema", "error"), ("model-json", "error"))  # with these, a model that is set may not be seen
 _MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`

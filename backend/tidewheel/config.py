@@ -197,7 +197,10 @@ class EngineConfig(SchedulingSettings):
         if not self.model:
             raise ConfigError(MODEL_NOT_SET)
         for name, (low, high) in {**_RANGES, "session_ttl_s": (0.0, self.max_session_ttl_s)}.items():
-            _check_range(name, getattr(self, name), low, high)
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not low <= value <= (math.inf if high is None else high):
+                limits = f"at least {low}" if high is None else f"{low:g} to {high:g}"
+                raise ConfigError(f"{name} is {value}: it must be {limits}")
         if self.max_logprobs > MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}: it must be at most {MAX_LOGPROBS}")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
@@ -346,9 +349,3 @@ def describe_changes(before: EngineConfig, after: EngineConfig) -> str:
 
 def setting_names() -> list[str]:
     return [field.name for field in dataclasses.fields(EngineConfig)]
-
-
-def _check_range(name: str, value: object, low: float, high: float | None) -> None:
-    if isinstance(value, int | float) and not low <= value <= (math.inf if high is None else high):
-        limits = f"at least {low}" if high is None else f"{low:g} to {high:g}"
-        raise ConfigError(f"{name} is {value}: it must be {limits}")

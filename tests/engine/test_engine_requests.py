@@ -187,7 +187,6 @@ def test_embeddings_need_hidden_states() -> None:
     ("sampling", "fields", "text"),
     [
         (None, {"prompt": b""}, "empty"),
-        (None, {"prompt": b"123"}, "3 bytes"),
         (None, {"prompt": prompt_bytes(1, -1)}, "token id -1 at position 1: the model's ids are 0 to 99"),
         (None, {"prompt": prompt_bytes(100)}, "token id 100 at position 0"),
         (SamplingParams(max_tokens=14), {}, "max_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
@@ -200,7 +199,6 @@ def test_embeddings_need_hidden_states() -> None:
             {"stop_token_ids": (5, 2)},
             "allowed_token_ids holds only tokens that end the answer, and min_tokens is 1",
         ),
-        (SamplingParams(logit_bias={9: 1.0}), {}, "logit_bias is not packed: send it as bias_token_ids"),
         (None, {"stop_token_ids": (-1,)}, "stop_token_ids has token id -1"),
         (None, {"stop_token_ids": (1,) * (MAX_STOP_IDS + 1)}, "at most 128"),
         (None, {"bad_words_ids": ((),)}, "empty token sequence"),

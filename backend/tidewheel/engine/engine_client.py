@@ -165,8 +165,10 @@ class EngineClient:
         try:
             if self._connection is not None:
                 self._exchange(self._connection)
-            elif self._failure is None:
-                self._seek()
+            elif self._failure is None and (status := self._launcher.seek(self._seeking_since_ns)) is not None:
+                connection = Connection(self._context, self._engine_dir, status)
+                self._set_connection(connection)
+                connection.send(self._hello)
         except PermanentError as error:
             if self._info is not None:
                 self._launcher.give_up(str(error))
@@ -178,13 +180,6 @@ class EngineClient:
         if expired := self._outbox.lose_expired():
             problem = self._problem and f": {self._problem}"
             self._lose(expired, _lost(f"the engine is not back after {self.hold_s:g} s{problem}"))
-
-    def _seek(self) -> None:
-        status = self._launcher.seek(self._seeking_since_ns)
-        if status is not None:
-            connection = Connection(self._context, self._engine_dir, status)
-            self._set_connection(connection)
-            connection.send(self._hello)
 
     def _exchange(self, connection: Connection) -> None:
         received = connection.receive()

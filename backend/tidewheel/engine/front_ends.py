@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,16 +83,14 @@ class FrontEnds:
         self._layout = _NO_LAYOUT
         return [request_id for key in list(front_end.request_ids) for request_id in self.forget(front_end, key)]
 
-    def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
-        gone = []
-        for front_end in self._by_identity.values():
+    def find_gone(self, now: float) -> Iterator[tuple[FrontEnd, str]]:
+        for front_end in list(self._by_identity.values()):
             if not front_end.is_reachable:
-                gone.append((front_end, "its connection is closed"))
+                yield front_end, "its connection is closed"
             elif now - front_end.last_seen > SILENCE_LIMIT_S:
-                gone.append((front_end, f"it was silent for {now - front_end.last_seen:.1f} s"))
+                yield front_end, f"it was silent for {now - front_end.last_seen:.1f} s"
             elif (num_unsent := len(front_end.unsent) + front_end.num_unsent) > MAX_UNSENT:
-                gone.append((front_end, f"it did not read {num_unsent} tokens and ends"))
-        return gone
+                yield front_end, f"it did not read {num_unsent} tokens and ends"
 
     def open(self, front_end: FrontEnd, key: int, n: int, client_id: str = "") -> list[str]:
         """Register a request. Return an id per sequence. Raise `InvalidRequest`."""

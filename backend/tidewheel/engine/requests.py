@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tidewheel.audio_file import SAMPLES_PER_POSITION, SAMPLING_RATE
 from tidewheel.batch import Int32Array
@@ -107,8 +108,8 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     max_tokens = limit - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
     check_lengths(len(prompt), max_tokens, sampling.min_tokens, limit)
     for ids in (message.stop_token_ids, sampling.stop_token_ids):
-        _check_ids("stop_token_ids", ids, info.vocab_size, MAX_STOP_IDS)
-    _check_bad_words(message.bad_words_ids, info.vocab_size)
+        _check_ids("stop_token_ids", ids, info, MAX_STOP_IDS)
+    _check_bad_words(message.bad_words_ids, info)
     _check_allowed(message, info)
     _check_grammar(message)
     _check_logprobs(message, info, len(prompt))
@@ -169,7 +170,7 @@ def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifi
         )
 
 
-def check_token_ids(name: str, token_ids: Int32Array, info: EngineInfo) -> None:
+def check_token_ids(name: str, token_ids: npt.NDArray[Any], info: EngineInfo) -> None:
     """Raise `InvalidRequest` for ids outside the vocabulary."""
     outside = (token_ids < 0) | (token_ids >= info.vocab_size)
     if outside.any():
@@ -198,8 +199,6 @@ def _session_ttl(options: RequestOptions, config: EngineConfig) -> float:
 def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
     if not raw:
         raise InvalidRequest(f"{name} is empty, it has no tokens: give at least one")
-    if len(raw) % 4:
-        raise InvalidRequest(f"{name} has {len(raw)} bytes: int32 token ids have four each")
     check_prompt_length(name, len(raw) // 4, info)
     prompt = np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
     check_token_ids(name, prompt, info)
@@ -207,26 +206,20 @@ def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
 
 
 def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
-    if message.sampling.logit_bias:
-        raise InvalidRequest("logit_bias is not packed: send it as bias_token_ids and bias_amounts")
     if not message.bias_token_ids and not message.bias_amounts:
         return None
     bias = LogitBias.from_bytes(message.bias_token_ids, message.bias_amounts)
-    _check_ids("logit_bias", bias.token_ids[-1:].tolist(), info.vocab_size, 1)
+    check_token_ids("logit_bias", bias.token_ids[-1:], info)
     return bias
 
 
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> None:
+def _check_ids(name: str, ids: Sequence[int], info: EngineInfo, limit: int) -> None:
     if ids:
         check_count(name, len(ids), limit)
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-            raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
+        check_token_ids(name, np.asarray(ids), info)
 
 
 def _check_grammar(message: AddRequest) -> None:
-    if message.sampling.grammar is not None:
-        raise InvalidRequest("grammar is not compiled: send its source")
     if message.grammar and not (message.end_token_ids and set(message.end_token_ids) <= set(message.stop_token_ids)):
         raise InvalidRequest(
             f"{message.grammar_name} needs a token that ends the answer, and the model names none: give a special "
@@ -249,14 +242,14 @@ def _check_logprobs(message: AddRequest, info: EngineInfo, num_prompt_tokens: in
 
 def _check_allowed(message: AddRequest, info: EngineInfo) -> None:
     allowed, min_tokens = message.sampling.allowed_token_ids, message.sampling.min_tokens
-    _check_ids("allowed_token_ids", allowed, info.vocab_size, MAX_ALLOWED_TOKEN_IDS)
+    _check_ids("allowed_token_ids", allowed, info, MAX_ALLOWED_TOKEN_IDS)
     if allowed and min_tokens and not set(allowed).difference(message.stop_token_ids):
         raise InvalidRequest(
             f"allowed_token_ids holds only tokens that end the answer, and min_tokens is {min_tokens}: allow others"
         )
 
 
-def _check_bad_words(sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
+def _check_bad_words(sequences: tuple[tuple[int, ...], ...], info: EngineInfo) -> None:
     if len(sequences) > MAX_BAD_SEQUENCES:
         raise InvalidRequest(
             f"bad_words has {len(sequences)} token sequences: at most {MAX_BAD_SEQUENCES} are allowed"
@@ -267,4 +260,4 @@ def _check_bad_words(sequences: tuple[tuple[int, ...], ...], vocab_size: int) ->
     for sequence in sequences:
         if not sequence:
             raise InvalidRequest("bad_words holds an empty token sequence")
-        _check_ids("bad_words", sequence, vocab_size, MAX_BAD_SEQUENCE_TOKENS)
+        _check_ids("bad_words", sequence, info, MAX_BAD_SEQUENCE_TOKENS)

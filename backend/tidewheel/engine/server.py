@@ -28,7 +28,6 @@ from tidewheel.grammar import TokenGrammar
 from tidewheel.one_shot.remote import RemoteRunner
 from tidewheel.one_shot.shared_tensors import remove_unread, sweep_kept
 from tidewheel.request import FinishReason
-from tidewheel.request_options import RequestOptions
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.tenants import parse_tenants
@@ -270,19 +269,16 @@ class EngineServer:
             if message.options.lora_order:
                 self._loras.take_order(message.options, partial(self._front_ends.end, front_end, message.key))
             elif message.options.order:
-                self._order_session(message.options)
+                options, now = message.options, self.clock()
+                if options.close_session:
+                    self.scheduler.close_session(options.tenant, options.session_id)
+                else:
+                    self.scheduler.pause_session(options.tenant, options.session_id, options.pause_session, now)
                 self._front_ends.end(front_end, message.key, FinishReason.STOP)
             elif message.grammar and grammar is None:
                 self._grammars.add(front_end, message)
             else:
                 self._add_compiled(front_end, message, grammar)
-
-    def _order_session(self, options: RequestOptions) -> None:
-        if options.close_session:
-            self.scheduler.close_session(options.tenant, options.session_id)
-        else:
-            tools = options.pause_session
-            self.scheduler.pause_session(options.tenant, options.session_id, tools, self.clock())
 
     def _add_compiled(
         self, front_end: FrontEnd, message: messages.AddRequest, grammar: TokenGrammar | TidewheelError | None

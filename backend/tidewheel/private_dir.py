@@ -72,10 +72,12 @@ def check_room(folder: Path) -> None:
     """Raise `ConfigError` if no file can be written to the folder."""
     path = folder / f"room.{os.getpid()}"
     try:
-        write_value(path, " " * os.sysconf("SC_PAGESIZE"))
-        path.unlink()
+        path.write_bytes(bytes(os.sysconf("SC_PAGESIZE")))
     except OSError as error:
         raise unwritable(folder, error) from None
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def close_shared_memory() -> None:

@@ -209,7 +209,7 @@ def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
     if not message.bias_token_ids and not message.bias_amounts:
         return None
     bias = LogitBias.from_bytes(message.bias_token_ids, message.bias_amounts)
-    check_token_ids("logit_bias", bias.token_ids[-1:], info)
+    check_token_ids("logit_bias", bias.token_ids, info)
     return bias
 
 

@@ -31,6 +31,7 @@ _SLOTS = (1 << _SLOT_BITS) - 1
 _FIRST_SLOTS = 256
 _WIDTH = 32  # tokens of a request; more spill into a list
 _NO_KEY = -1
+_FEW = 8  # requests of a step
 
 Ending = str | TidewheelError  # finish reason of the unfinished sequences, or error of the request
 
@@ -223,6 +224,8 @@ class TokenColumns:
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
         """Add a token per key. Return seconds since the previous tokens, and the keys without one."""
+        if len(keys) <= _FEW:
+            return self._add_few(keys.tolist(), token_ids.tolist(), now_ns)
         with self._lock:
             slots = keys & _SLOTS
             known = self._keys.take(slots, mode="clip") == keys
@@ -238,6 +241,26 @@ class TokenColumns:
             self._token_ns[slots] = now_ns
         is_first = since_ns == 0
         return (now_ns - since_ns[~is_first]) * 1e-9, keys[is_first].tolist()
+
+    def _add_few(self, keys: list[int], token_ids: list[int], now_ns: int) -> tuple[Float64Array, list[int]]:
+        seconds, first = [], []
+        with self._lock:
+            for key, token_id in zip(keys, token_ids, strict=True):
+                slot = key & _SLOTS
+                if slot >= len(self._keys) or self._keys.item(slot) != key:
+                    continue
+                place = self._num_tokens.item(slot) % _WIDTH
+                self._tokens[slot, place] = token_id
+                self._num_tokens[slot] += 1
+                self._has_output[slot] = True
+                if place == _WIDTH - 1:
+                    self._spilled.setdefault(slot, []).extend(self._tokens[slot].tolist())
+                if since_ns := self._token_ns.item(slot):
+                    seconds.append((now_ns - since_ns) * 1e-9)
+                else:
+                    first.append(key)
+                self._token_ns[slot] = now_ns
+        return np.array(seconds, np.float64), first
 
     def note_output(self, key: int) -> None:
         """Mark that a `Delta` brought output."""

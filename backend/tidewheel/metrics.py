@@ -124,14 +124,16 @@ LORA_EVICTIONS = _counter("tidewheel_lora_evictions_total", "Loads that evicted 
 ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
 STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step", "step_tokens")
 
-# Counters of a tenant: fields of `stats.TenantFigures`. Tokens count when their request ends.
+# Counters of a tenant: fields of `stats.TenantFigures`.
 TENANT_REQUESTS = _tenant("tidewheel_tenant_requests_total", "Requests, refused ones included", "num_requests")
-TENANT_REJECTED = _tenant("tidewheel_tenant_requests_rejected_total", "Requests refused before start", "num_rejected")
+TENANT_REJECTED = _tenant("tidewheel_tenant_requests_rejected_total", "Refused, or late before start", "num_rejected")
 TENANT_STARTED = _tenant("tidewheel_tenant_requests_started_total", "Requests that started", "num_started")
 TENANT_QUEUE_SECONDS = _tenant("tidewheel_tenant_queue_seconds_total", "Time from arrival to start", "queue_seconds")
-TENANT_PROMPT_TOKENS = _tenant("tidewheel_tenant_prompt_tokens_total", "Prompt tokens", "num_prompt_tokens")
+TENANT_PROMPT_TOKENS = _tenant(
+    "tidewheel_tenant_prompt_tokens_total", "Prompts of ended requests", "num_prompt_tokens"
+)
 TENANT_GENERATION_TOKENS = _tenant(
-    "tidewheel_tenant_generation_tokens_total", "Generated tokens", "num_output_tokens"
+    "tidewheel_tenant_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
 )
 TENANT_OBJECTIVES = _tenant(
     "tidewheel_tenant_objectives_total", "Ended and refused requests with ttft_ms or tpot_ms", "num_objectives"
@@ -140,12 +142,14 @@ TENANT_OBJECTIVES_MET = _tenant(
     "tidewheel_tenant_objectives_met_total", "Of these, requests that met them", "num_objectives_met"
 )
 
-# Figures of a LoRA adapter: fields of `stats.LoraFigures`. The busiest have labels, `other` is the rest.
+# Figures of a LoRA adapter: fields of `stats.LoraFigures`. Those used first have labels, `other` is the rest.
 LORA_RUNNING = _lora_gauge("tidewheel_lora_requests_running", "Running requests of an adapter", "num_running")
 LORA_WAITING = _lora_gauge("tidewheel_lora_requests_waiting", "Waiting requests of an adapter", "num_waiting")
 LORA_REQUESTS = _lora("tidewheel_lora_requests_total", "Requests of an adapter", "num_requests")
-LORA_PROMPT_TOKENS = _lora("tidewheel_lora_prompt_tokens_total", "Prompt tokens", "num_prompt_tokens")
-LORA_GENERATION_TOKENS = _lora("tidewheel_lora_generation_tokens_total", "Generated tokens", "num_output_tokens")
+LORA_PROMPT_TOKENS = _lora("tidewheel_lora_prompt_tokens_total", "Prompts of ended requests", "num_prompt_tokens")
+LORA_GENERATION_TOKENS = _lora(
+    "tidewheel_lora_generation_tokens_total", "Answers of ended requests", "num_output_tokens"
+)
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
 RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")
@@ -167,7 +171,9 @@ REQUEST_GENERATION_TOKENS = _histogram("vllm:request_generation_tokens", "Tokens
 REQUEST_SEQUENCES = _histogram("vllm:request_params_n", "Sequences of a request", "num_sequences")
 REFUSAL_TIME = _histogram("tidewheel_refusal_seconds", "Arrival to refusal", "refusal_time")
 INTER_TOKEN_LATENCY = _histogram("vllm:inter_token_latency_seconds", "Token to token", "inter_token_latency")
-OLD_INTER_TOKEN_LATENCY = _histogram("vllm:time_per_output_token_seconds", "Its older name", "inter_token_latency")
+OLD_INTER_TOKEN_LATENCY = _histogram(
+    "vllm:time_per_output_token_seconds", "The same, older name", "inter_token_latency"
+)
 
 GATEWAY_REQUESTS = _gateway_counter("tidewheel_gateway_requests_total", "answered requests", label="path and status")
 GATEWAY_ERRORS = _gateway_counter("tidewheel_gateway_errors_total", "requests that ended with an error", label="tag")

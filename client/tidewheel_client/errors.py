@@ -272,7 +272,7 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
 
 
 def from_http(status: int, body: str) -> RequestError:
-    """Return the error of an HTTP answer. Its text decides before its status: Triton answers 400 to most"""
+    """Return the error of an HTTP answer. Its text decides before its status: Triton answers 400 to most errors."""
     text = body.strip()
     with contextlib.suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text.removeprefix("data:"))["error"])

@@ -147,6 +147,15 @@ def test_old_and_impossible_deaths_are_forgotten(tmp_path: Path, monkeypatch: py
     assert list(record_death(tmp_path, status(pid=4), window_s=60).values()) == [5.0]
 
 
+def test_an_old_death_that_is_told_again_happened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next start, some time after it, would move on for ever."""
+    times = iter((1000.0, 1061.0, 1062.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    record_death(tmp_path, status(pid=1), window_s=60)
+    assert list(record_death(tmp_path, status(pid=1), window_s=60).values()) == [1061.0]
+    assert list(record_death(tmp_path, status(pid=1), window_s=60).values()) == [1061.0]
+
+
 def test_unreadable_memory_is_no_memory(tmp_path: Path) -> None:
     (tmp_path / DEATHS).write_text("{")
     assert len(record_death(tmp_path, status(), window_s=60)) == 1

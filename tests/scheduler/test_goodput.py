@@ -82,6 +82,16 @@ class TestDecodeCost:
         assert ratio(cost, 8, 24, 3) == pytest.approx(0.026 / 0.0095, rel=0.06)
         assert cost.seconds(8) < 1.4 * 0.0095
 
+    def test_one_slow_step_with_drafts_after_many_without_is_forgotten(self) -> None:
+        """Prompt lookup makes no trials: an estimate that stays would end drafts for good."""
+        cost = DecodeCost(64, CPU)
+        for _ in range(5000):
+            cost.observe(DecodeStep(1), 0.0077)
+        cost.observe(DecodeStep(1, 4, 4), 0.1)
+        for _ in range(1000):
+            cost.observe(DecodeStep(1), 0.0077)
+        assert ratio(cost, 1, 4, 4) < 1.5
+
     def test_it_learns_what_drafts_cost_besides_their_entries(self) -> None:
         cost = DecodeCost(576, GPU)
         for _ in range(20):

@@ -73,6 +73,11 @@ def test_steps_give_the_tokens_that_the_acceptance_lets_expect(acceptance: float
     assert 2000 / run.replicas[0].num_steps == pytest.approx(expected, rel=0.15)  # acceptance is learned first
 
 
+def test_the_number_of_rows_does_not_change_what_drafts_of_one_are_worth() -> None:
+    latencies = [simulator(one_request(500), max_num_seqs=count).run().latency[0] for count in (1, 64)]
+    assert latencies[0] == pytest.approx(latencies[1], rel=0.05)
+
+
 def test_drafts_that_take_long_to_make_are_not_chosen() -> None:
     cost = dataclasses.replace(FLAT, seconds_per_draft=0.02)
     plain = simulator(one_request(), cost, speculation="none").run()
@@ -96,6 +101,7 @@ def test_a_recording_replays_and_shows_what_drafts_are_worth(
     found = calibrated(path)
     assert found.draft_acceptance == pytest.approx(0.7, abs=0.05)
     assert found.seconds_per_draft == pytest.approx(seconds, abs=2e-4)
+    assert found.fit["r_squared"] > 0.9
     repeated = simulator(trace, found, speculation=speculation)
     assert repeated.run().latency.mean() == pytest.approx(run.outcomes.latency.mean(), rel=0.05)
 

@@ -189,7 +189,7 @@ class EngineClient:
             return
         now = time.monotonic()
         if not received and connection.process.has_ended:
-            while received := connection.receive(LAST_WORDS_MS):
+            while self._connection is connection and (received := connection.receive(LAST_WORDS_MS)):
                 for message in received:
                     self._handle(connection, message)
             self._disconnect(_lost("the engine process ended; it is being started again"))

@@ -263,8 +263,9 @@ def _end(status: folder.Status, grace_s: float) -> None:
 def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> dict[str, float]:
     """Record the engine's death; return the times (monotonic s) of all within `window_s`, since the last boot."""
     path, process, now = engine_dir / folder.DEATHS, f"{status.pid} {status.start_ticks}", time.monotonic()
-    known = read_value(path, dict[str, float]) or {}
-    deaths = {process: now} | {name: at for name, at in known.items() if now - window_s <= at <= now}
+    recorded = read_value(path, dict[str, float]) or {}
+    known = {name: at for name, at in recorded.items() if now - window_s <= at <= now}
+    deaths = {process: now} | known
     if process not in known:
         write_value(path, deaths)
     return deaths

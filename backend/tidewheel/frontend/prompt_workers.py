@@ -60,6 +60,14 @@ class EncodeJob(_Message, frozen=True):
     plain: Spans = ()  # make no special token
 
 
+class TokenizeJob(_Message, frozen=True):
+    """Job of vLLM's call `tokenize`. The answer's text is the call's JSON."""
+
+    prompt: EncodeJob
+    max_model_len: int
+    with_strings: bool
+
+
 class DecodeJob(_Message, frozen=True):
     token_ids: bytes  # little-endian int32
 
@@ -72,7 +80,7 @@ class StartJob(_Message, frozen=True):
     """First job of a process: its folder, and the vocabulary of grammars."""
 
 
-Job = RenderJob | EncodeJob | DecodeJob | GrammarTrial | StartJob
+Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial | StartJob
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -208,6 +216,8 @@ class JobRunner:
                 return self._render(conversation)
             case EncodeJob():
                 return Answer(token_ids=self._encode(job).astype("<i4").tobytes())
+            case TokenizeJob():
+                return Answer(self._tokenize(job))
             case DecodeJob(token_ids):
                 ids = np.frombuffer(token_ids, dtype="<i4").tolist()
                 return Answer(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -233,7 +243,7 @@ class JobRunner:
                 _ = self._tool_grammars
             case GrammarTrial():
                 self._compiler.prepare()
-            case EncodeJob(plain=plain) if plain:
+            case EncodeJob(plain=plain) | TokenizeJob(EncodeJob(plain=plain)) if plain:
                 _ = self._controls.renamed
 
     def _render(self, conversation: Conversation) -> Answer:
@@ -247,6 +257,12 @@ class JobRunner:
         if not conversation.escapes_special_tokens:
             return Answer(text, grammar=grammar)
         return Answer(text, self._controls.plain_spans(conversation, text, self.template.render), grammar=grammar)
+
+    def _tokenize(self, job: TokenizeJob) -> str:
+        ids = self._encode(job.prompt).tolist()
+        strings = [*map(self.tokenizer.backend.id_to_token, ids)] if job.with_strings else None
+        answer = {"count": len(ids), "max_model_len": job.max_model_len, "tokens": ids, "token_strs": strings}
+        return msgspec.json.encode(answer).decode()
 
     def _encode(self, job: EncodeJob) -> Int32Array:
         if job.plain:

@@ -22,6 +22,7 @@ from tidewheel.frontend.prompt_workers import (
     GrammarTrial,
     PromptWorkers,
     RenderJob,
+    TokenizeJob,
 )
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
 from tidewheel.frontend.settings import FrontendSettings
@@ -124,7 +125,7 @@ class RequestReader(MessageMaker):
         activity: Activity = loudness,
     ) -> None:
         super().__init__(info, tokenizer, defaults)
-        self._max_token_bytes, self._token_string = tokenizer.max_token_bytes, tokenizer.backend.id_to_token
+        self._max_token_bytes = tokenizer.max_token_bytes
         self._encoder = encoder
         self._settings = settings
         self._activity = activity
@@ -206,10 +207,7 @@ class RequestReader(MessageMaker):
         if request.input_ids is not None:
             raise InvalidRequest("input_ids is set, and task is tokenize: it takes text_input or messages")
         prompt, _ = self._text(name, request, options)
-        ids = self._encoder.encode(prompt.text, add_special_tokens=prompt.add_special_tokens, plain=prompt.plain)
-        strings = [*map(self._token_string, ids.tolist())] if options.return_token_strs else None
-        answer = {"count": len(ids), "max_model_len": self._info.max_model_len, "tokens": ids.tolist()}
-        return msgspec.json.encode({**answer, "token_strs": strings}).decode()
+        return self._encoder.run(TokenizeJob(prompt, self._info.max_model_len, options.return_token_strs)).text
 
     def _prompt_name(self, request: GenerateRequest) -> str:
         forms = {

@@ -30,7 +30,6 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CONTAINERS = 1 << 15  # lists, objects and keys
 MAX_ITEMS = 1 << 18
 MAX_DEPTH = 512  # far below the depth at which Python refuses to read or write JSON
-_SMALL = 1 << 14  # bytes that need no check
 _PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _THINKING = ("enable_thinking", "thinking")  # switches of chat templates: Qwen 3 and GLM; DeepSeek 3.1 and Granite
@@ -231,7 +230,8 @@ def _is_too_deep(fields: Fields) -> bool:
 def check_structure(data: bytes) -> None:
     """Raise `InvalidRequest` for JSON with too many values. Strings count, and not what they contain."""
     start = num_containers = num_items = is_inside = 0
-    while len(data) > _SMALL and start < len(data):
+    is_large = sum(map(data.count, (b"[", b"{", b":"))) > MAX_CONTAINERS or data.count(b",") > MAX_ITEMS
+    while is_large and start < len(data):
         match = _ESCAPE.match(data, min(start + _PIECE, len(data)))
         assert match is not None
         piece, start = data[start : match.end()], match.end()

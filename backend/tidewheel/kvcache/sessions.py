@@ -37,6 +37,26 @@ class DepartureOrder(list[tuple[KVSession, Pause | None]]):
     ranked_at = -math.inf
 
 
+class Tally(Counter[str]):
+    """Counts by name. The leader has the highest; of equal counts, the one that changed longest ago."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[int, OrderedDict[str, None]] = {}
+
+    def add(self, name: str, change: int) -> None:
+        if count := self.pop(name, 0):
+            del self._names[count][name]
+            if not self._names[count]:
+                del self._names[count]
+        if count := count + change:
+            self[name] = count
+            self._names.setdefault(count, OrderedDict())[name] = None
+
+    def leader(self) -> str:
+        return next(iter(self._names[max(self._names)]))
+
+
 class SessionStore:
     """Sessions by name, and by tenant in order of use, with the blocks that they keep between turns.
 
@@ -71,9 +91,8 @@ class SessionStore:
         self._returns = EventHeap[KVSession](lambda event: self._is_due(event.subject, event.time))
         self._coming: deque[KVSession] = deque()
         self._tenants: defaultdict[str, dict[str, KVSession]] = defaultdict(dict)  # by id, least recently used first
-        # Numbers of sessions; what changed last is last.
-        self._accounts: Counter[str] = Counter()
-        self._members: defaultdict[str, Counter[str]] = defaultdict(Counter)  # tenants by account
+        self._accounts = Tally()
+        self._members: defaultdict[str, Tally] = defaultdict(Tally)  # tenants by account
         self._expiries = EventHeap[KVSession](lambda event: self.get(*event.subject.name) is event.subject)
 
     def reconfigure(self, limits: SessionLimits) -> None:
@@ -149,7 +168,7 @@ class SessionStore:
         while limits.max_sessions is not None and self._accounts[account] > limits.max_sessions:
             self._drop(self._first_to_go(account))
         while len(self._sessions) > self.limits.max_sessions:
-            self._drop(self._first_to_go(_largest(self._accounts)))
+            self._drop(self._first_to_go(self._accounts.leader()))
 
     def remove(self, tenant: str, session_id: str) -> bool:
         session = self.get(tenant, session_id)
@@ -372,14 +391,14 @@ class SessionStore:
 
     def _count(self, tenant: str, change: int) -> str:
         account = account_of(self.limits.tenants, tenant)
-        _add(self._accounts, account, change)
-        _add(self._members[account], tenant, change)
+        self._accounts.add(account, change)
+        self._members[account].add(tenant, change)
         if not self._members[account]:
             del self._members[account]
         return account
 
     def _first_to_go(self, account: str) -> KVSession:
-        return next(iter(self._tenants[_largest(self._members[account])].values()))
+        return next(iter(self._tenants[self._members[account].leader()].values()))
 
 
 def _num_held(session: KVSession) -> int:
@@ -387,11 +406,6 @@ def _num_held(session: KVSession) -> int:
 
 
 def _add(counts: Counter[str], name: str, change: int) -> None:
-    """Change a count, make it the last, and drop it at 0."""
+    """Change a count, and drop it at 0."""
     if count := counts.pop(name, 0) + change:
         counts[name] = count
-
-
-def _largest(counts: Counter[str]) -> str:
-    """Return the name with the highest count; of equal counts, the one that changed longest ago."""
-    return max(counts, key=counts.__getitem__)

@@ -62,8 +62,8 @@ def _with_scaling(rope: RopeConfig, fields: ConfigFields, merged: ConfigFields) 
             raise ConfigError(f"{merged.where}: high_freq_factor {high} must be above low_freq_factor {low}")
         factor = merged.number("factor")
         return replace(rope, factor=factor, original_context=original, low_freq_factor=low, high_freq_factor=high)
-    if merged.values.get("mscale_all_dim"):
-        raise merged.error("mscale_all_dim", "left out: it is not offered for this architecture")
+    if merged.values.get("mscale_all_dim") and merged.values.get("attention_factor") is None:
+        raise merged.error("mscale_all_dim", "replaced by the attention_factor that it gives")
     factor = merged.number("factor", context / original)
     return replace(
         rope, factor=factor, original_context=original,

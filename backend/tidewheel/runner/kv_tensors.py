@@ -210,5 +210,6 @@ def with_scales(
 def scales_of_largest(largest: torch.Tensor) -> torch.Tensor:
     """Return power-of-two scales for the largest magnitudes; 1 where 0 or not finite."""
     exponents = torch.frexp(largest.float() * (HEADROOM / torch.finfo(FP8).max)).exponent
-    powers = torch.ldexp(torch.ones(()), exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT))
+    ones = torch.ones_like(exponents, dtype=torch.float32)
+    powers = torch.ldexp(ones, exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT))
     return torch.where(largest.isfinite() & (largest > 0), powers, 1.0)

@@ -138,6 +138,8 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[BlockTransfers, RunnerInfo]:
     layout, device = parts.layout, parts.device
+    if parts.draft is not None:
+        parts.draft.kv_layers = ()  # the trial's, or its memory counts as taken
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
     needs = {"steps and graphs": memory.activations + memory.graphs + staging_bytes}

@@ -205,7 +205,8 @@ def graph_trial(info: RunnerInfo) -> tuple[ScheduledBatch, list[ScheduledBatch]]
     Prompts of several rows come first, in blocks of their own, then decodes of all rows, each at other positions: a
     replay there must give the model's logits.
     """
-    num_rows = min(len(TRIAL_LENGTHS), info.max_num_seqs, info.max_num_batched_tokens)
+    most = max(info.max_num_batched_tokens // (1 + NUM_TRIAL_DECODES), 1)
+    num_rows = min(len(TRIAL_LENGTHS), info.max_num_seqs, most)
     longest = min(info.max_model_len, info.max_num_batched_tokens // num_rows) - NUM_TRIAL_DECODES
     if longest < 1:
         return None

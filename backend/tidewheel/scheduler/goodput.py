@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -28,20 +27,24 @@ _PRIOR_RATE = 0.5  # acceptance of a kind before any test
 _PRIOR_TESTS = 8.0  # weight of that rate
 _KIND_FORGET = 0.999  # per test
 _ROW_FORGET = 0.9  # per test
-_EXPECTED_FAILURES = 2.0  # that a row's own tests must exceed in number to outweigh its kind
+_KIND_TESTS = 4.0  # weight of the kind's rate beside a row's own tests
 _LEAST_FAILURE = 0.005
+_LEAST_RATE = 0.02  # of a draft that is considered
 
 _UNMEASURED = (1, 0.01), (8, 0.0135), (64, 0.04)  # entries and seconds of steps, before any was measured
-_NOISE = 0.01  # variance of a step's log seconds, as the variances below
-_FIRST_VARIANCES = 0.09, 0.02, 0.09, 0.0025  # of pace, overhead, wait and depth
-_DRIFTS = 9e-4, 1e-5, 4e-5, 2e-6  # of these, per step: other programs come and go
-_MOST_SURPRISE = 3.0  # standard deviations that a step counts as at most: one pause does not mislead
-_JUMP = 0.06  # variance of the pace after such a step
+_NOISE = 0.1  # standard deviation of a step's log seconds, as the spreads below
+_PACE_DRIFT = 0.03  # per step: other programs come and go
+_FIRST_SPREADS = 0.3, 0.15, 0.3, 0.1  # of pace, overhead, wait and depth
+_SIZE_SPREADS = 0.1, 0.3  # from one size to twice as many entries, measured and beyond
+_COST_FORGET = 0.998  # per step
+_MOST_SURPRISE = 3.0  # spreads that a step counts as at most: one pause does not mislead
+_JUMP = 0.2  # spread of the pace after such a step
 _MOST_OFF = 1.25  # factor from a step's estimate to the seconds that its rows pay
 
 _TRIAL_PERIOD = 32  # steps without drafts before a trial
 _MOST_PERIOD = 512  # the same after trials in vain, each of which doubles it
 _TRIAL_RATIO = 1.05  # most seconds of a trial by those of the smallest
+_FEW_SIZES = 64  # that are compared before all are
 
 _Floats = npt.NDArray[np.float64]
 
@@ -59,49 +62,58 @@ class DecodeCost:
     """Estimate of a decode step's seconds.
 
     ``log seconds ≈ size(entries) + pace + [has drafts] · overhead + [has waited] · wait + log2(1 + most drafts) ·
-    depth``, where `size` is what was measured at load, interpolated, and in proportion beyond the largest. A Kalman
-    filter (1960) that takes the other terms for independent follows them. Steps without drafts show the pace too, so
-    a busy neighbour is not taken for the cost of drafts.
+    depth``, where `size` is interpolated between powers of two. A Kalman filter (1960) follows the deviations of all
+    terms from the seconds measured at load, in proportion beyond the largest size. Steps without drafts show the pace
+    too, so a busy neighbour is not taken for the cost of drafts.
     """
 
     def __init__(self, max_entries: int, step_seconds: Sequence[tuple[int, float]] = ()) -> None:
-        self._log2 = np.log2(np.arange(1, max_entries + 1))
+        self._positions = np.log2(np.arange(1, max_entries + 1))
+        self._knots = np.arange(max_entries.bit_length() + 1.0)  # log2 of entries
         sizes, seconds = np.array(step_seconds or _UNMEASURED).T
-        self._sizes = np.interp(self._log2, np.log2(sizes), np.log(seconds))  # log seconds by entries - 1
-        self._sizes += math.log(2.0) * np.maximum(self._log2 - math.log2(sizes[-1]), 0.0)
-        self._terms = [0.0] * len(_DRIFTS)  # pace, overhead, wait, depth
-        self._variances = list(_FIRST_VARIANCES)
-
-    @property
-    def wait(self) -> float:
-        """Return what a step takes longer for having waited, in steps launched ahead."""
-        return max(math.exp(self._terms[2]) - 1.0, 0.0)
+        beyond = np.maximum(self._knots - math.log2(sizes[-1]), 0.0)
+        self._prior = np.interp(self._knots, np.log2(sizes), np.log(seconds)) + math.log(2.0) * beyond
+        self._sizes = self._prior.copy()  # log seconds at the knots
+        spreads = np.where(beyond == 0.0, *_SIZE_SPREADS)
+        spreads[0] = 0.0  # the pace varies
+        variances = np.cumsum(spreads**2)
+        self._deviations = np.zeros(4 + len(spreads))  # pace, overhead, wait, depth, sizes
+        self._covariance = np.diag([*_FIRST_SPREADS, *spreads]) ** 2
+        self._covariance[4:, 4:] = np.minimum.outer(variances, variances)
+        self._drift = (1.0 - _COST_FORGET**2) * self._covariance
+        self._drift[0, 0] = _PACE_DRIFT**2
+        self.wait = 0.0  # what a step takes longer for having waited, in steps launched ahead
 
     def observe(self, step: DecodeStep, seconds: float) -> None:
-        factors = 1.0, float(step.num_drafts > 0), float(step.has_waited), float(self._log2[step.most_drafts])
-        variance = _NOISE + sum([factor * factor * own for factor, own in zip(factors, self._variances, strict=True)])
-        expected = self._sizes[step.num_rows + step.num_drafts - 1] + sum(map(mul, self._terms, factors))
-        surprise, most = math.log(seconds) - expected, _MOST_SURPRISE * math.sqrt(variance)
-        if abs(surprise) > most:
-            surprise = math.copysign(most, surprise)
-            self._variances[0] += _JUMP
-            variance += _JUMP
-        for index, (factor, drift) in enumerate(zip(factors, _DRIFTS, strict=True)):
-            share = factor * self._variances[index]
-            self._terms[index] += share * surprise / variance
-            self._variances[index] += drift - share * share / variance
+        knot, position = divmod(math.log2(step.num_rows + step.num_drafts), 1.0)
+        features = np.zeros(len(self._deviations))
+        features[:4] = 1.0, step.num_drafts > 0, step.has_waited, math.log2(1 + step.most_drafts)
+        features[4 + int(knot) : 6 + int(knot)] = 1.0 - position, position
+        self._deviations *= _COST_FORGET
+        self._covariance = self._covariance * _COST_FORGET**2 + self._drift
+        shared = self._covariance @ features
+        variance = float(features @ shared) + _NOISE**2
+        expected = float(np.interp(knot + position, self._knots, self._prior) + features @ self._deviations)
+        most = _MOST_SURPRISE * math.sqrt(variance)
+        surprise = min(max(math.log(seconds) - expected, -most), most)
+        if abs(surprise) == most:
+            self._covariance[0, 0] += _JUMP**2
+        self._deviations += surprise / variance * shared
+        self._covariance -= np.outer(shared, shared / variance)
+        self._sizes = self._prior + self._deviations[4:]
+        self.wait = max(math.exp(self._deviations[2]) - 1.0, 0.0)
 
     def seconds(self, num_rows: int) -> float:
         """Return the seconds of a step without drafts."""
-        return math.exp(self._sizes[num_rows - 1] + self._terms[0])
+        return math.exp(np.interp(self._positions[num_rows - 1], self._knots, self._sizes) + self._deviations[0])
 
     def ratios(self, num_rows: int, num_drafts: Int32Array, most_drafts: Int32Array | int) -> _Floats:
         """Return the seconds of waiting steps of `num_drafts` [n], `most_drafts` of a row, by those of plain ones."""
-        _, overhead, wait, depth = self._terms
-        sizes = self._sizes.take(num_drafts + (num_rows - 1)) + (wait - self._sizes[num_rows - 1])
-        sizes += overhead * (num_drafts > 0) + max(depth, 0.0) * self._log2.take(most_drafts)
-        ratios: _Floats = np.maximum(np.exp(sizes), 1.0)
-        return ratios
+        sizes = np.interp(self._positions.take(num_drafts + (num_rows - 1)), self._knots, self._sizes)
+        without = float(np.interp(self._positions[num_rows - 1], self._knots, self._sizes))
+        _, overhead, wait, depth = self._deviations[:4].tolist()
+        sizes += max(depth, 0.0) * self._positions.take(most_drafts) + overhead * (num_drafts > 0) + (wait - without)
+        return np.maximum(np.exp(sizes), 1.0)
 
 
 class AcceptanceRates:
@@ -112,14 +124,14 @@ class AcceptanceRates:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._tests = np.full(NUM_KINDS, _PRIOR_TESTS)
-        self._fails = self._tests * (1.0 - _PRIOR_RATE)
-        self._failures = self._fails / self._tests  # rates
-        self._failed, self._expected = np.zeros((2, num_rows))  # tests of rows
+        self._kinds = np.full((2, NUM_KINDS), _PRIOR_TESTS)  # tests, failures
+        self._kinds[1] *= 1.0 - _PRIOR_RATE
+        self._failures = self._kinds[1] / self._kinds[0]  # rates
+        self._rows = np.zeros((3, num_rows))  # tests, failures, expected failures
         self._factors = np.ones(num_rows)
 
     def enter(self, row: int) -> None:
-        self._failed[row], self._expected[row], self._factors[row] = 0.0, 0.0, 1.0
+        self._rows[:, row], self._factors[row] = 0.0, 1.0
 
     def rates(self, rows: RowArray, kinds: Int32Array) -> _Floats:
         rates: _Floats = np.maximum(1.0 - self._failures.take(kinds) * self._factors.take(rows), 0.0)
@@ -128,15 +140,14 @@ class AcceptanceRates:
     def observe(self, rows: RowArray, kinds: Int32Array, num_tested: Int32Array, num_accepted: Int32Array) -> None:
         num_failed = num_tested - num_accepted  # 0 or 1, the last test
         keep = _ROW_FORGET**num_tested
-        now = (1.0 - keep) / (1.0 - _ROW_FORGET) * self._failures.take(kinds)
-        self._failed[rows] = failed = self._failed.take(rows) * keep + num_failed
-        self._expected[rows] = expected = self._expected.take(rows) * keep + now
-        self._factors[rows] = (failed + _EXPECTED_FAILURES) / (expected + _EXPECTED_FAILURES)
+        weights = (1.0 - keep) / (1.0 - _ROW_FORGET)
+        now = np.stack((weights, num_failed, weights * self._failures.take(kinds)))
+        tested, failed, expected = self._rows[:, rows] = self._rows[:, rows] * keep + now
+        own = tested * failed / np.maximum(expected, _LEAST_FAILURE)
+        self._factors[rows] = (own + _KIND_TESTS) / (tested + _KIND_TESTS)
         tests = np.bincount(kinds, num_tested, NUM_KINDS)
-        kinds_keep: _Floats = np.power(_KIND_FORGET, tests)
-        self._tests = self._tests * kinds_keep + tests
-        self._fails = self._fails * kinds_keep + np.bincount(kinds, num_failed, NUM_KINDS)
-        self._failures = np.maximum(self._fails / self._tests, _LEAST_FAILURE)
+        self._kinds = self._kinds * _KIND_FORGET**tests + (tests, np.bincount(kinds, num_failed, NUM_KINDS))
+        self._failures = np.maximum(self._kinds[1] / self._kinds[0], _LEAST_FAILURE)
 
 
 class Goodput:
@@ -203,10 +214,16 @@ class Goodput:
 
     def _best(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
         """Return the drafts of the best step, none if no step is clearly better than one without drafts."""
-        best, least = np.zeros(len(rows), np.int32), (1.0 + MARGIN) * len(rows)
-        rates, classes = self.rates.rates(rows, kinds), self._classes.take(rows)
-        for lowest in set(classes.tolist()):  # mostly one; a larger number is a lower class
-            chosen, tokens = self._best_of(rows, rates, counts * (classes <= lowest), budget, lowest)
+        num_rows, most, best = len(rows), min(int(counts.sum()), budget), np.zeros(len(rows), np.int32)
+        least = (1.0 + MARGIN) * num_rows  # tokens in the seconds of a step without drafts
+        rates = self.rates.rates(rows, kinds) * (counts > 0)
+        stride = 1 + most // _FEW_SIZES
+        numbers = self._numbers[:most:stride]
+        if (num_rows + rates.max() * (numbers + (stride - 1)) < least * self.cost.ratios(num_rows, numbers, 1)).all():
+            return best
+        classes = self._classes.take(rows)
+        for lowest in set(classes[rates > _LEAST_RATE].tolist()):  # mostly one; a larger number is a lower class
+            chosen, tokens = self._best_of(rows, np.where(classes <= lowest, rates, 0.0), counts, budget, lowest)
             if tokens > least:
                 best, least = chosen, tokens
         return best
@@ -218,7 +235,7 @@ class Goodput:
 
         The most probable drafts come first, so that each comes after those before it in its row.
         """
-        num_rows, candidates = len(rows), counts.nonzero()[0]
+        num_rows, candidates = len(rows), np.flatnonzero(rates > _LEAST_RATE)
         depths = self._depths[: counts.max()]
         powers = np.power.outer(rates.take(candidates), depths)
         powers *= depths <= counts.take(candidates)[:, None]
@@ -227,7 +244,7 @@ class Goodput:
         most_drafts = np.maximum.accumulate(depths.take(order % len(depths)))
         ratios = self.cost.ratios(num_rows, self._numbers[: len(order)], most_drafts)
         tokens = (num_rows + probabilities.cumsum()) / ratios
-        while len(order) and tokens[last := int(tokens.argmax())] > (1.0 + MARGIN) * num_rows:
+        while tokens[last := int(tokens.argmax())] > num_rows:
             chosen = indices[: last + 1]
             most = self._most_ratio(rows, lowest, np.bincount(chosen, probabilities[: last + 1], num_rows))
             if ratios[last] <= most:

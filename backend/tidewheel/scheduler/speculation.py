@@ -19,7 +19,7 @@ from tidewheel.stats import EngineStats
 
 ANY_BUDGET = 1 << 30
 PATIENCE = 4  # looks in vain, after which rows are looked at half as often
-MOST_HALVINGS = 4
+MOST_HALVINGS, MOST_WITH_TRIALS = 4, 2  # the second where drafts take time: trials are counted in looks
 
 
 class Proposals(NamedTuple):
@@ -88,7 +88,7 @@ class Speculation:
         self._had_drafts = False  # the step that is applied
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
-        self._num_vain_looks = 0  # since drafts were chosen or would have been right, or a request entered
+        self._num_vain_looks = 0  # since drafts were chosen, or most were right, or a request entered
 
     def enter(self, request: Request) -> None:
         self._append_unseen()
@@ -140,12 +140,13 @@ class Speculation:
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
-        if num_right.any():
+        if 2 * num_right.sum() >= len(num_right):
             self._num_vain_looks = 0
 
     def propose(self) -> None:
         """Propose what follows the tokens of the rows that were observed last; seldom, if looks were in vain."""
-        if len(self._unseen) < 1 << min(self._num_vain_looks // PATIENCE, MOST_HALVINGS):
+        most = MOST_HALVINGS if self._proposer.is_free else MOST_WITH_TRIALS
+        if len(self._unseen) < 1 << min(self._num_vain_looks // PATIENCE, most):
             if self.has_proposals:
                 self._counts[:] = 0
                 self.has_proposals = False

@@ -71,7 +71,9 @@ class WaitLine:
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
                 if self._bar is None:
-                    self._bar = tqdm(total=1.0, file=self._stream, leave=False, dynamic_ncols=True)
+                    self._bar = tqdm(
+                        total=1.0, file=self._stream, leave=False, dynamic_ncols=True, bar_format="{desc}"
+                    )
                 self._bar.bar_format = "{desc}" if share is None else _BAR
                 self._bar.n = min(max(share or 0.0, 0.0), 1.0)
                 self._bar.set_description_str(f"  {what}, {seconds:.0f} s")

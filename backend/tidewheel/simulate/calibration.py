@@ -129,10 +129,14 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
         turn_seconds_per_row=turn_per_row,
         **facts,
     )
-    predicted = np.array([model.step_seconds(step.features) for step in steps])
+    predicted = np.array([_predicted(model, step) for step in steps])
     share, acceptance = _quantized_share(quantized, model), _acceptance([step.drafts for step in steps])
     quality = _quality(seconds, predicted)
     return dataclasses.replace(model, fit=quality, quantized_share=share, draft_acceptance=acceptance)
+
+
+def _predicted(model: CostModel, step: MeasuredStep) -> float:
+    return model.step_seconds(step.features) + model.seconds_per_draft * step.drafts.most
 
 
 def _acceptance(drafts: Sequence[TestedDrafts]) -> float | None:
@@ -142,7 +146,7 @@ def _acceptance(drafts: Sequence[TestedDrafts]) -> float | None:
 
 def _quantized_share(steps: Sequence[MeasuredStep], model: CostModel) -> float | None:
     weights = sum(model.weight_seconds(step.features) for step in steps)
-    others = sum(model.step_seconds(step.features) for step in steps) - weights
+    others = sum(_predicted(model, step) for step in steps) - weights
     share = (sum(step.seconds for step in steps) - others) / weights if weights > 0.0 else 0.0
     return share if share > 0.0 else None
 

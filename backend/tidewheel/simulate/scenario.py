@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tidewheel.batch import SPARE_LOGITS
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, is_async
 from tidewheel.engine.messages import EngineInfo
@@ -191,7 +192,8 @@ def simulator_of(
     if config.speculation != "none" and (deployment.get("coarse") or cost.draft_acceptance is None):
         raise ConfigError(
             f"speculation is {config.speculation}: simulate it without --coarse, and with a draft_acceptance in the "
-            "cost model, from --calibrate of a recording that has drafts, or from --draft-acceptance"
+            "cost model, from --calibrate of a recording that has drafts, or from --draft-acceptance; or set "
+            "speculation to none"
         )
     return Simulator(
         trace,
@@ -233,7 +235,7 @@ def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int)
         enable_prefix_caching=config.enable_prefix_caching,
         load_seconds=0.0,
         async_scheduling=is_async(config, device),
-        decode_seconds=_decode_seconds(cost, config.max_num_seqs),
+        decode_seconds=_decode_seconds(cost, min(config.max_num_seqs + SPARE_LOGITS, config.max_num_batched_tokens)),
     )
 
 

@@ -76,7 +76,7 @@ _CACHE = {
     "sessions": "{sessions}, {session_blocks} blocks",
     "host blocks": "{host_blocks}, {host_blocks_free} free",
 }
-_OPTIONAL = ("drafts accepted", "restarts", "host blocks")  # not shown while nothing is known of them
+_OPTIONAL = ("drafts accepted", "restarts", "host blocks")  # not shown while there are none
 _CLASSES = (
     "class", "running", "waiting", "oldest wait", "longest wait", "started", "shed", "evicted", "in time",
     "objectives",
@@ -147,7 +147,7 @@ def _lines(table: TextTable) -> list[str]:
 def _panel(line: msgspec.Struct, templates: Mapping[str, str]) -> list[list[str]]:
     values = texts(line)
     rows = [[label, template.format(**values)] for label, template in templates.items()]
-    return [row for row in rows if row[0] not in _OPTIONAL or not row[1].startswith(NOTHING)]
+    return [row for row in rows if row[0] not in _OPTIONAL or not row[1].startswith((NOTHING, "0, "))]
 
 
 def _busiest(what: str, lines: Sequence[msgspec.Struct]) -> str:

@@ -203,13 +203,11 @@ def unbounded_buffer(read: Function, reader: Any, *arguments: Any) -> Any:
     return read(reader, *arguments)
 
 
-@planted("tidewheel.frontend.prompt_workers", "PromptWorkers._worker")
-def orphaned_process(worker: Function, workers: Any, index: int) -> Any:
+@planted("tidewheel.frontend.prompt_workers", "PromptWorkers._replace")
+def orphaned_process(replace: Function, workers: Any, *arguments: Any) -> Any:
     """Start a process twice, and forget one of them."""
-    if index not in workers._workers:
-        _kept.append(worker(workers, index))
-        del workers._workers[index]
-    return worker(workers, index)
+    _kept.append(type(workers._workers[0])(workers._folder))
+    return replace(workers, *arguments)
 
 
 @planted("tidewheel.request_options", "RequestOptions.deadline_ns")
@@ -238,7 +236,7 @@ def logged_stack(read: Function, *arguments: Any, **named: Any) -> Any:
 # --- tidewheel serve ----------------------------------------------------------------------------------------------
 
 
-@planted("tidewheel.server.health", "HealthMonitor.look")
+@planted("tidewheel.server.run_server", "HealthMonitor.look")
 def stale_readiness(look: Function, health: Any) -> Any:
     """Say what was so before."""
     del look

@@ -77,7 +77,7 @@ def test_a_name_and_what_is_wrong_with_it(models: Models) -> None:
             name: llm.generate({"input_ids": PROMPTS[0]}, GREEDY, lora_name=name, use_tqdm=False) for name in "aef"
         }
         assert given["a"][0].token_ids == models.tokens["a"][0]
-        for name, kind, text in (("e", InvalidRequest, " rank 8, "), ("f", NotFound, "there is no folder ")):
+        for name, kind, text in (("e", InvalidRequest, " r is 8, "), ("f", NotFound, "there is no folder ")):
             assert isinstance(error := given[name][0].error, kind) and text in error.message
 
 

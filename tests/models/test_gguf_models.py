@@ -13,8 +13,8 @@ import transformers
 
 from support.models import tiny_models
 from support.models.gguf_files import write_model
+from support.models.judging import NAME, judge
 from tidewheel.config import EngineConfig
-from tidewheel.entries.model_rules import ModelJudge
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.llm import LLM
 from tidewheel.models.gguf_file import GGUFFile
@@ -58,9 +58,9 @@ def test_a_file_answers_like_the_model_with_its_values(tmp_path: Path, kind: str
         answers = llm.generate([{"input_ids": ids} for ids in prompts], params)
         assert [answer.token_ids for answer in answers] == expected
         assert llm.generate(["hehe"], params)[0].num_prompt_tokens == 2
-    judge = ModelJudge(EngineConfig(model=str(path), device="cpu", num_blocks=64), is_this_machine=True)
-    assert list(judge.problems()) == []
-    assert judge.implementation == "LlamaForCausalLM, native"
+    problems, report = judge(EngineConfig(model=str(path), device="cpu", num_blocks=64))
+    assert problems == []
+    assert report.models[NAME] == "LlamaForCausalLM, native"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 
 from support.frontend.tokenizers_on_the_spot import word_piece
 from support.models import tiny_models
+from support.models.judging import NAME, judge
 from tidewheel.cli.main import main
 from tidewheel.config import EngineConfig
-from tidewheel.entries.model_rules import ModelJudge
 from tidewheel.errors import ConfigError
 from tidewheel.llm import LLM
 from tidewheel.server.repository import entry_text, resolve_model
@@ -72,7 +72,7 @@ def test_each_is_named_alike(tmp_path: Path, name: str, capsys: pytest.CaptureFi
         resolve_model(model)
     said = str(of_llm.value)
     assert (said, "\n" in said) == (str(of_serve.value), False)
-    (found,) = ModelJudge(EngineConfig(model=model), is_this_machine=True).problems()
+    (found,), _ = judge(EngineConfig(model=model))
     assert (found.severity, found.message) == ("error", said)
     entry = tmp_path / "models" / "one"
     (entry / "1").mkdir(parents=True)
@@ -89,9 +89,9 @@ def test_a_model_beside_such_files_is_served(tmp_path: Path) -> None:
     files(a__gguf="GGUF", adapter_config__json={}, quantize_config__json={"bits": 3})(tmp_path)
     files(consolidated__safetensors=POINTER)(tmp_path)
     assert resolve_model(str(tmp_path)) == str(tmp_path)
-    judge = ModelJudge(EngineConfig(model=str(tmp_path), num_blocks=64), is_this_machine=True)
-    assert list(judge.problems()) == []
-    assert judge.implementation == "LlamaForCausalLM, native"
+    problems, report = judge(EngineConfig(model=str(tmp_path), num_blocks=64))
+    assert problems == []
+    assert report.models[NAME] == "LlamaForCausalLM, native"
 
 
 def test_a_tokenizer_of_sentencepiece_alone(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_tokenizer_of_sentencepiece_alone(tmp_path: Path) -> None:
     message = "has no tokenizer.json, only tokenizer.model, a tokenizer of sentencepiece: convert it"
     with pytest.raises(ConfigError, match=message) as of_llm:
         LLM(str(tmp_path), device="cpu", num_blocks=64)
-    problems = list(ModelJudge(EngineConfig(model=str(tmp_path), num_blocks=64), is_this_machine=True).problems())
+    problems, _ = judge(EngineConfig(model=str(tmp_path), num_blocks=64))
     assert [problem.message for problem in problems] == [str(of_llm.value)]
 
 
@@ -118,5 +118,5 @@ def test_a_refused_model_gets_one_error_and_its_vocabulary_none(
     tiny_models.save(tiny_models.llama, tmp_path)
     word_piece().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (problem,) = ModelJudge(EngineConfig(model=str(tmp_path)), is_this_machine=True).problems()
+    (problem,), _ = judge(EngineConfig(model=str(tmp_path)))
     assert words in problem.message

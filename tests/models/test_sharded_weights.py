@@ -14,10 +14,10 @@ import torch
 
 from support.models import tiny_models
 from support.models.gguf_files import write_model
+from support.models.judging import NAME, judge
 from support.models.quantized_formats import CASES, save_quantized_llama
 from support.runner.thread_ranks import MemoryExchange, ThreadCollectives
 from tidewheel.config import EngineConfig
-from tidewheel.entries.model_rules import ModelJudge
 from tidewheel.errors import ConfigError
 from tidewheel.models import weight_stream
 from tidewheel.models.causal_lm import ForwardInput, no_progress
@@ -188,9 +188,7 @@ def test_a_check_before_the_load_refuses_what_the_load_would(tmp_path: Path, mon
     config = EngineConfig(
         model=str(write_gguf(tmp_path, "Q4_0")), device="cpu", num_blocks=64, tensor_parallel_size=4
     )
-    errors = [
-        each.message for each in ModelJudge(config, is_this_machine=True).problems() if each.severity == "error"
-    ]
+    errors = [each.message for each in judge(config)[0] if each.severity == "error"]
     assert len(errors) == 1
     assert "blocks of 32 inputs, which ranks with 16 inputs split" in errors[0]
 
@@ -215,10 +213,9 @@ def test_a_check_before_the_load_counts_the_memory_of_all_ranks(tmp_path: Path) 
     needs = []
     for num_ranks in (1, 2):
         config = EngineConfig(model=str(tmp_path), device="cpu", num_blocks=64, tensor_parallel_size=num_ranks)
-        judge = ModelJudge(config, is_this_machine=True)
-        assert [problem.message for problem in judge.problems() if problem.severity == "error"] == []
-        assert judge.needs is not None
-        needs.append(judge.needs)
+        problems, report = judge(config)
+        assert [problem.message for problem in problems if problem.severity == "error"] == []
+        needs.append(report.needs[NAME][1])
     assert needs[0].cache == needs[1].cache
     assert needs[0].weights < needs[1].weights < 1.1 * needs[0].weights  # norms are held by each rank
 

@@ -188,8 +188,10 @@ def test_a_cancelled_request_frees_its_place_at_the_engine(queued: Server, calle
 
 
 def test_a_deadline_holds_behind_the_gate(queued: Server, caller: Caller) -> None:
+    received = num_received(queued)
     caller.cancel("waits")
     caller.send("hurries", parameters='{"deadline_ms": 300}')
+    wait_for(lambda: num_received(queued) == received + 1, 60, "the first of two in the place that is free")
     caller.send("next")
     (how,) = caller.wait("hurries").values()
     assert how.startswith("[TW-DEADLINE]")

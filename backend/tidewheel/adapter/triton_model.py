@@ -71,8 +71,8 @@ class TritonPythonModel:
                 owner = f"the engine of {settings.owner.name!r}: "
             self._called = CalledModel(settings.engine) if settings.engine.is_remote else None
             model_dir = engine_dir(settings.owner.folder.parent, settings.owner.name)
-            self._presence = Presence(args["model_name"])
             self._follower = Follower(model_dir, settings, choose_engine(model_dir, settings.engine), name)
+            self._presence = Presence(args["model_name"])  # last: it says that the front end has begun
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(f"{owner}{error}") from None
         except OSError as error:

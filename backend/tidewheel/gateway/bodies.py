@@ -228,7 +228,7 @@ def _is_too_deep(fields: Fields) -> bool:
 
 
 def check_structure(data: bytes) -> None:
-    """Raise `InvalidRequest` for JSON with too many values. Strings count, and not what they contain."""
+    """Raise `InvalidRequest` for JSON with too many values. Brackets and commas inside strings do not count."""
     start = num_containers = num_items = is_inside = 0
     is_large = sum(map(data.count, (b"[", b"{", b":"))) > MAX_CONTAINERS or data.count(b",") > MAX_ITEMS
     while is_large and start < len(data):

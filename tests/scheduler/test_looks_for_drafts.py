@@ -6,8 +6,8 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, RowArray
 from tidewheel.scheduler.columns import RowColumns
-from tidewheel.scheduler.goodput import Goodput
-from tidewheel.scheduler.speculation import MOST_HALVINGS, PATIENCE, Proposals, Speculation
+from tidewheel.scheduler.goodput import MOST_HALVINGS, PATIENCE, Goodput
+from tidewheel.scheduler.speculation import Proposals, Speculation
 from tidewheel.stats import EngineStats
 
 ROWS = np.arange(2)

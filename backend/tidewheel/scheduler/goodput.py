@@ -46,6 +46,9 @@ _MOST_PERIOD = 512  # the same after trials in vain, each of which doubles it
 _TRIAL_RATIO = 1.05  # most seconds of a trial by those of the smallest
 _FEW_SIZES = 64  # that are compared before all are
 
+PATIENCE = 4  # looks in vain, after which rows are looked at half as often
+MOST_HALVINGS, MOST_WITH_TRIALS = 4, 2  # the second where drafts take time: trials are counted in looks
+
 _Floats = npt.NDArray[np.float64]
 
 
@@ -174,6 +177,7 @@ class Goodput:
         self._num_steps = 0
         self._explores, self._is_trial = explores, False  # the last choice
         self._trial_in = self._trial_period = _TRIAL_PERIOD
+        self._num_vain_looks = 0  # since drafts were chosen, or most were right, or a request entered
         self._depths = np.arange(1, most + 1, dtype=np.int32)
         self._numbers = np.arange(1, num_rows * most + 1, dtype=np.int32)
 
@@ -181,12 +185,24 @@ class Goodput:
         self.rates.enter(row)
         self.balances[row] = self.num_tokens[row] = 0.0
         self._classes[row] = service_class
+        self._num_vain_looks = 0
+
+    def is_look_due(self, num_steps: int) -> bool:
+        """Return whether to look for drafts, so many steps after the last look: seldom, if looks were in vain."""
+        most = MOST_WITH_TRIALS if self._explores else MOST_HALVINGS
+        is_due = num_steps >= 1 << min(self._num_vain_looks // PATIENCE, most)
+        self._num_vain_looks += is_due
+        return is_due
 
     def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
         """Return the number of drafts of each row [n], at most `counts`, in all at most `budget`."""
         chosen = self._best(rows, counts, kinds, budget)
         self._is_trial = self._explores and self._num_steps >= self._trial_in and not chosen.any()
-        return self._trial(rows, counts, budget) if self._is_trial else chosen
+        if self._is_trial:
+            chosen = self._trial(rows, counts, budget)
+        if chosen.any():
+            self._num_vain_looks = 0
+        return chosen
 
     def observe_drafts(
         self, rows: RowArray, kinds: Int32Array, num_tested: Int32Array, num_accepted: Int32Array
@@ -194,6 +210,8 @@ class Goodput:
         """Learn from drafts of distinct rows, up to and with the first wrong one, whether or not a step ran them."""
         self._tested_in[rows] = self._num_steps
         self.rates.observe(rows, kinds, num_tested, num_accepted)
+        if 2 * num_accepted.sum() >= max(num_tested.sum(), 1):
+            self._num_vain_looks = 0
 
     def observe_step(self, rows: RowArray, num_tokens: Int32Array, step: DecodeStep, seconds: float) -> None:
         """Learn from a step of decodes alone, in which distinct rows got `num_tokens` [n]."""

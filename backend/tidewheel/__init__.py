@@ -3,8 +3,6 @@
 Names load on first use, so that importing the package never imports torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Files of sound: WAV of 16 bits, and with the package soundfile also other WAV, FLAC, OGG and MP3."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import wave

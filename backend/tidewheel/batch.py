@@ -4,8 +4,6 @@ A *row*, the index of a running sequence, is in ``[0, max_num_seqs)``. The runne
 and sampling state; a batch carries only changes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Engine settings, with vLLM's names for equal concepts. A wrong key or value raises `ConfigError`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -243,7 +241,7 @@ class EngineConfig(SchedulingSettings):
             raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
+    def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> "EngineConfig":
         """Return the config from text or JSON values, by our names or vLLM's. `base_dir`: base of relative paths."""
         translated = translate(settings)
         for key in ENTRY_ARGUMENTS & translated.keys():
@@ -275,7 +273,7 @@ class EngineConfig(SchedulingSettings):
         """Return whether free memory decides the size of the KV cache."""
         return self.num_blocks is None and self.kv_cache_memory_mb is None
 
-    def can_become(self, other: EngineConfig) -> bool:
+    def can_become(self, other: "EngineConfig") -> bool:
         """Return whether a running engine with these settings can switch to `other` between two steps."""
         if self.record or other.record:  # a recording holds for one set of settings
             return self == other

@@ -3,8 +3,6 @@
 No client receives a `ConfigError` or `PermanentError`.
 """
 
-from __future__ import annotations
-
 import inspect
 
 from tidewheel_client.errors import *  # noqa: F403

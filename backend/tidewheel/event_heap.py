@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import enum
 import itertools
 import json
@@ -55,37 +53,37 @@ class Grammar:
             raise InvalidRequest(f"{self.name} has {size} bytes: at most {MAX_GRAMMAR_BYTES} are allowed")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, object] | str, name: str = "grammar") -> Grammar:
+    def json_schema(cls, schema: Mapping[str, object] | str, name: str = "grammar") -> "Grammar":
         return cls(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else _dumped(schema, name), name)
 
     @classmethod
-    def json_object(cls, name: str = "grammar") -> Grammar:
+    def json_object(cls, name: str = "grammar") -> "Grammar":
         return cls(GrammarKind.JSON_OBJECT, "", name)
 
     @classmethod
-    def regex(cls, pattern: str, name: str = "grammar") -> Grammar:
+    def regex(cls, pattern: str, name: str = "grammar") -> "Grammar":
         return cls(GrammarKind.REGEX, pattern, name)
 
     @classmethod
-    def choice(cls, choices: Sequence[str], name: str = "grammar") -> Grammar:
+    def choice(cls, choices: Sequence[str], name: str = "grammar") -> "Grammar":
         if not 0 < len(choices) <= MAX_CHOICES:
             raise InvalidRequest(f"{name} has {len(choices)} choices: it must have 1 to {MAX_CHOICES}")
         return cls(GrammarKind.CHOICE, _dumped(list(choices), name), name)
 
     @classmethod
-    def ebnf(cls, rules: str, name: str = "grammar") -> Grammar:
+    def ebnf(cls, rules: str, name: str = "grammar") -> "Grammar":
         return cls(GrammarKind.EBNF, rules, name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenGrammar:
-    start: LLMatcher  # before the first token
-    pool: LLExecutor
+    start: "LLMatcher"  # before the first token
+    pool: "LLExecutor"
     end_bit: int  # of a mask: the answer may end
     num_words: int  # of 32 bits, of a mask
-    tokenizer: LLTokenizer
+    tokenizer: "LLTokenizer"
 
-    def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
+    def matcher(self, token_ids: Sequence[int]) -> "LLMatcher":
         """Return a new matcher that has consumed `token_ids`."""
         copy = self.start.deep_copy()
         copy.consume_tokens(list(token_ids))

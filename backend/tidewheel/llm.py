@@ -6,8 +6,6 @@
 Everything runs on the caller's thread, without sockets.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Table of every metric that Tidewheel publishes or reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Declaration of request parameters: each is a field of a struct, with its limits and names beside its type."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

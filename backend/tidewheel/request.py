@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Mapping
@@ -25,14 +23,14 @@ class Priority(enum.IntEnum):
     LOW = 4
 
     @classmethod
-    def from_wire(cls, value: object) -> Priority:
+    def from_wire(cls, value: object) -> "Priority":
         """Return the class of a number or a name in any case; 0 means NORMAL. Raise `KeyError` for others."""
         return _BY_TEXT[str(value).strip().removesuffix(".0").upper()]
 
-    def lifted(self) -> Priority:
+    def lifted(self) -> "Priority":
         return self if self <= Priority.HIGH else Priority(self - 1)
 
-    def dropped(self) -> Priority:
+    def dropped(self) -> "Priority":
         return Priority(min(self + 1, Priority.LOW))
 
 
@@ -54,7 +52,7 @@ class RequestObjective(NamedTuple):
     refuses: bool = False  # what a predicted miss does: refuse the request, or lower its class
 
     @classmethod
-    def of(cls, ttft_s: float | None, tpot_s: float | None, refuses: bool = False) -> RequestObjective | None:
+    def of(cls, ttft_s: float | None, tpot_s: float | None, refuses: bool = False) -> "RequestObjective | None":
         """Return the objective; None without a time."""
         objective = cls(math.inf if ttft_s is None else ttft_s, math.inf if tpot_s is None else tpot_s, refuses)
         return None if objective[:2] == (math.inf, math.inf) else objective
@@ -109,7 +107,7 @@ class Request:
     inputs: Mapping[str, npt.NDArray[Any]] | None = None  # until a one-shot request runs, or to the end
     step_options: Any = None  # `StepOptions` of a model that takes many steps
     encoder_tokens: int = 0  # positions that an encoder computes of `inputs`, unless they are cached
-    leader: Request | None = None  # first of `n` requests with one prompt; the others fork its prompt blocks
+    leader: "Request | None" = None  # first of `n` requests with one prompt; the others fork its prompt blocks
 
     num_prompt_tokens: int = field(init=False)
 
@@ -123,7 +121,7 @@ class Request:
     is_demoted: bool = field(default=False, init=False)  # its objective counts no more
     was_over_quota: bool = field(default=False, init=False)  # dropped one class for the quota of its tenant
     reserved_tokens: int = field(default=0, init=False)  # taken from the tenant's rate; settled at the end
-    followers: list[Request] = field(default_factory=list, init=False)  # wait until this leader computed the prompt
+    followers: "list[Request]" = field(default_factory=list, init=False)  # wait until this leader computed the prompt
 
     # Progress
     state: RequestState = field(default=RequestState.WAITING, init=False)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Annotated, NamedTuple
 
@@ -40,14 +38,14 @@ class LogitBias(NamedTuple):
     amounts: npt.NDArray[np.float32]  # [num_entries]
 
     @classmethod
-    def of(cls, biases: Mapping[int, float]) -> LogitBias:
+    def of(cls, biases: Mapping[int, float]) -> "LogitBias":
         token_ids = np.fromiter(biases.keys(), dtype=np.int32, count=len(biases))
         amounts = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
         order = np.argsort(token_ids)
         return cls(token_ids[order], amounts[order])
 
     @classmethod
-    def from_bytes(cls, token_ids: bytes, amounts: bytes) -> LogitBias:
+    def from_bytes(cls, token_ids: bytes, amounts: bytes) -> "LogitBias":
         """Return biases from little-endian int32 ids and float32 amounts. Raise `InvalidRequest`."""
         if len(token_ids) % 4 or len(amounts) % 4:
             raise InvalidRequest(f"logit_bias has {len(token_ids)} and {len(amounts)} bytes: each entry has four")

@@ -1,7 +1,5 @@
 """Settings from text and JSON, and from vLLM's engine arguments, which `vllm_arguments.toml` lists."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import logging

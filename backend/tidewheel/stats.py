@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,7 +36,7 @@ class Histogram(msgspec.Struct):
             self.counts[bucket] += int(counts[bucket])
             self.sums[bucket] += float(sums[bucket])
 
-    def copy(self) -> Histogram:
+    def copy(self) -> "Histogram":
         return Histogram(self.bounds, self.counts.copy(), self.sums.copy())
 
 
@@ -153,7 +151,7 @@ class EngineStats(msgspec.Struct):
     def kv_fragmentation(self) -> float:
         return 1.0 - self.num_used_slots / self.num_taken_slots if self.num_taken_slots else 0.0
 
-    def snapshot(self) -> EngineStats:
+    def snapshot(self) -> "EngineStats":
         return msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=EngineStats)
 
 

@@ -1,7 +1,5 @@
 """Clients of a Tidewheel server over Triton's gRPC or HTTP endpoints; docs/clients.md has examples."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

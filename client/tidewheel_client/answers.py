@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -79,14 +77,14 @@ class Completion:
     index: int = 0
 
     @classmethod
-    def of_sequences(cls, request_id: str, chunks: Iterable[Chunk]) -> tuple[Completion, ...]:
+    def of_sequences(cls, request_id: str, chunks: Iterable[Chunk]) -> "tuple[Completion, ...]":
         by_index: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             by_index.setdefault(chunk.index, []).append(chunk)
         return tuple(cls.from_chunks(request_id, by_index[index]) for index in sorted(by_index))
 
     @classmethod
-    def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> Completion:
+    def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> "Completion":
         parts = list(chunks)
         last = parts[-1]
         counts = [part.num_output_tokens for part in parts if part.num_output_tokens is not None]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import time
 import uuid
@@ -144,7 +142,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
             raise errors.InternalError("the answer has no picture")
         return picture
 
-    def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> AsyncSession:
+    def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> "AsyncSession":
         """Return a conversation whose KV blocks the server keeps between turns, for `ttl_s`."""
         return AsyncSession(self, session_id or uuid.uuid4().hex, ttl_s, tenant)
 

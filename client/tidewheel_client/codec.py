@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import struct
 from array import array
@@ -91,7 +89,7 @@ def prompt_input(
     return given
 
 
-def _int32(name: str, value: Any) -> array[int]:
+def _int32(name: str, value: Any) -> "array[int]":
     try:
         numbers: array[int] = array("i", value)
     except (TypeError, ValueError, OverflowError):

@@ -4,8 +4,6 @@ A server's message starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting s
 with a tag, cause and remedy, make `docs/errors.md`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -252,7 +250,7 @@ def from_text(text: str) -> RequestError:
     return from_tagged(text) or _class_of_text(text)(text)
 
 
-def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
+def from_rpc(error: "grpc.RpcError", url: str) -> RequestError:
     text, status = error.details() or "", error.code().name
     if _RESTRICTED in text:
         return Unsupported(

@@ -3,8 +3,6 @@
 Any thread can run such a coroutine to its end without an event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Transports over Triton's gRPC service. Each request has its own call: its end leaves other streams alone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -49,7 +47,7 @@ class AsyncHttpTransport:
         except httpx2.InvalidURL as error:
             raise InvalidRequest(f"{url!r} is no address of a server: {error}") from None
 
-    def open(self, ask: Ask, timeout_s: float | None) -> AsyncHttpResponses:
+    def open(self, ask: Ask, timeout_s: float | None) -> "AsyncHttpResponses":
         path, body = f"/v2/models/{ask.model}/generate_stream", json.dumps(codec.json_body(ask))
         request = self._http.build_request("POST", path, content=body.encode())
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
@@ -153,7 +151,7 @@ class HttpTransport:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tidewheel-http", daemon=True)
         self._thread.start()
 
-    def open(self, ask: Ask, timeout_s: float | None) -> HttpResponses:
+    def open(self, ask: Ask, timeout_s: float | None) -> "HttpResponses":
         async def send() -> AsyncHttpResponses:
             return self._transport.open(ask, timeout_s)
 

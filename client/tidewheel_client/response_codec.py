@@ -4,8 +4,6 @@ Python reads protobuf slowly, and a stream's responses describe their tensors al
 keeps descriptions (names, types, shapes) as bytes, and equal bytes are read once.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

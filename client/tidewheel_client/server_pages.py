@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
@@ -26,7 +24,7 @@ class Figures:
             self._by_name.setdefault(sample.name, []).append(sample)
 
     @classmethod
-    def parse(cls, text: str) -> Figures:
+    def parse(cls, text: str) -> "Figures":
         """Parse Prometheus's text format. Raise `ValueError`."""
         # With types, the parser renames counters without `_total`, such as Triton's.
         lines = "".join(f"{line}\n" for line in text.split("\n") if not line.startswith("#"))

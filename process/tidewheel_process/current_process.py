@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -24,7 +22,7 @@ class StopSignals:
         self.count = 0
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json
@@ -43,7 +41,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     params: Annotated[Mapping[str, object], Meta(description="it must be an object of sampling parameters")] = {}
 
     @classmethod
-    def of_payload(cls, payload: str) -> Job:
+    def of_payload(cls, payload: str) -> "Job":
         """Return a stored job. Raise `InvalidRequest` if this version cannot read it."""
         try:
             return cls(**json.loads(payload))
@@ -77,7 +75,7 @@ class PackedJob(NamedTuple):
     stream: int
 
     @classmethod
-    def of(cls, given: Job | Mapping[str, object]) -> PackedJob:
+    def of(cls, given: Job | Mapping[str, object]) -> "PackedJob":
         """Raise `InvalidRequest`."""
         job = job_of(msgspec.structs.asdict(given) if isinstance(given, Job) else given)
         job_id = check_id(job.id) if job.id else uuid.uuid4().hex

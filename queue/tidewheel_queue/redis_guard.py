@@ -6,8 +6,6 @@ It runs in the folder. Users share a lock on `users.lock`, which the kernel free
 alone, it stops Redis. Redis inherits `server.lock`: no second Redis writes to the files while either lives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import resource

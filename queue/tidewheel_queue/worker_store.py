@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -39,7 +37,7 @@ class FinishedJob(NamedTuple):
     result: str  # JSON
 
     @classmethod
-    def of(cls, job_id: str, state: str, **result: Any) -> FinishedJob:
+    def of(cls, job_id: str, state: str, **result: Any) -> "FinishedJob":
         return cls(job_id, state, json.dumps(result, separators=(",", ":")))
 
 

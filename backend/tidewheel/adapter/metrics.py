@@ -4,8 +4,6 @@ A call to Triton takes 20 to 60 µs, so only changes are sent. Front ends share 
 never deleted: other front ends would lose it, and server 2.51 would hang.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """Calls of another model of the server, for the requests of an entry of `adapter: triton`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

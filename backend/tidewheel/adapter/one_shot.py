@@ -1,7 +1,5 @@
 """One-shot models in Triton: their tensors in `config.pbtxt`, in requests and in responses."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path

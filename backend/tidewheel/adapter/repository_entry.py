@@ -1,7 +1,5 @@
 """Settings of a repository entry, from `config.pbtxt` and `model.json`. A mistake raises `ConfigError`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

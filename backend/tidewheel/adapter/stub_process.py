@@ -1,7 +1,5 @@
 """Presence marks of front ends. A mark outlives a dead front end; an unload removes it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Input and output tensors of Triton's vLLM backend, the TRT-LLM ensemble, and Tidewheel."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields

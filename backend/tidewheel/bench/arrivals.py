@@ -1,7 +1,5 @@
 """Times at which a benchmark sends requests."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Rows are padded on the left and share a KV cache; each is computed until the last ends.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +53,7 @@ class Generator:
         self._max_model_len = int(getattr(model.config, "max_position_embeddings", 0)) or MAX_INT32
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Generator:
+    def load(cls, config: EngineConfig) -> "Generator":
         """Load model and tokenizer. Raise `ConfigError`."""
         device = resolve_device(config)
         folder = resolve_folder(config.model, config.revision, config.download_dir)

@@ -4,8 +4,6 @@ As in DistServe (arXiv 2401.09670) and Sarathi-Serve (arXiv 2403.02310), by doub
 bisection; a confidence interval decides each rate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class CapacityBracket(NamedTuple):
         ends = (tried[:2], tried[-2:])
         return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
 
-    def over(self, other: CapacityBracket) -> tuple[Estimate, bool]:
+    def over(self, other: "CapacityBracket") -> tuple[Estimate, bool]:
         """Return the ratio of two capacities, with its worst and best case, and whether it is only a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -51,7 +49,7 @@ class Experiment:
         self._runner = asyncio.Runner()
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Experiment:
+    def __enter__(self) -> "Experiment":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -74,7 +72,7 @@ def write_files(recorder: ResultRecorder, record: Path | None) -> str:
     return f"{note}report: {page}\nresults: {', '.join(map(str, saved))}"
 
 
-def _draw(recorder: ResultRecorder) -> dict[str, list[ChartImage]]:
+def _draw(recorder: ResultRecorder) -> "dict[str, list[ChartImage]]":
     from tidewheel.bench.pictures import capacity_picture, pictures
 
     drawn = {result.stage.name: pictures(result) for result in recorder.stages}
@@ -84,7 +82,7 @@ def _draw(recorder: ResultRecorder) -> dict[str, list[ChartImage]]:
     return drawn
 
 
-def render(recorder: ResultRecorder, pictures: Mapping[str, Sequence[ChartImage]]) -> str:
+def render(recorder: ResultRecorder, pictures: "Mapping[str, Sequence[ChartImage]]") -> str:
     stages = sorted(recorder.stages, key=lambda result: result.stage.is_preliminary)
     about, machine = recorder.environment, recorder.environment["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores"
@@ -121,7 +119,7 @@ def _cards(findings: Mapping[str, Any]) -> str:
     return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
-def _stage(result: StageResult, pictures: Sequence[ChartImage]) -> str:
+def _stage(result: StageResult, pictures: "Sequence[ChartImage]") -> str:
     parts = [f"<h2>{escape(result.stage.title)}</h2>", f'<p class="note">{escape(_conditions(result))}</p>']
     parts += [f"<p>{escape(text)}</p>" for text in verdicts(result)]
     parts += map(figure, pictures)
@@ -153,7 +151,7 @@ def _warnings(result: StageResult) -> Iterator[str]:
             )
 
 
-def figure(picture: ChartImage) -> str:
+def figure(picture: "ChartImage") -> str:
     data = base64.b64encode(picture.svg()).decode()
     caption = escape(picture.caption)
     image = f'<img alt="{caption}" src="data:image/svg+xml;base64,{data}">'

@@ -1,7 +1,5 @@
 """Triton model that runs ONNX files by ONNX Runtime: each `execute` is one batch of Triton's dynamic batcher."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

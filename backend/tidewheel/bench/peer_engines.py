@@ -7,8 +7,6 @@
 Imports only the standard library; constructing an engine imports its packages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +60,7 @@ class StageResult:
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of_document(cls, document: Mapping[str, Any]) -> StageResult:
+    def of_document(cls, document: Mapping[str, Any]) -> "StageResult":
         targets = tuple(
             BenchTarget(one["name"], one["kind"], one["settings"], one["url"]) for one in document["targets"]
         )

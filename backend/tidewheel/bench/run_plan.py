@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,14 +27,14 @@ class PlannedStage:
     load_names: tuple[str, ...] = ()
     is_preliminary: bool = False  # only prepares later stages
 
-    def runs(self) -> Iterator[PlannedRun]:
+    def runs(self) -> "Iterator[PlannedRun]":
         for repeat in range(self.repeats):
             for index, load in enumerate(self.loads):
                 first = (repeat + index) % len(self.targets)
                 for target in (*self.targets[first:], *self.targets[:first]):
                     yield PlannedRun(target, load, repeat, seed=self.seed + 1000 * repeat + index)
 
-    def conversations(self, run: PlannedRun) -> Iterator[Conversation]:
+    def conversations(self, run: "PlannedRun") -> Iterator[Conversation]:
         """Yield the requests of a run: equal for all targets, new for each load and repeat."""
         source = self.workload.conversations(run.seed)
         if run.load.kind == "closed":

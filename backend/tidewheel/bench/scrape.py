@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Mapping
@@ -95,7 +93,7 @@ class MetricsSampler:
         self._task: asyncio.Task[None] | None = None
         self.samples: list[Sample] = []
 
-    async def __aenter__(self) -> MetricsSampler:
+    async def __aenter__(self) -> "MetricsSampler":
         if self._url is not None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
             await self._scrape()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from html import escape
 from typing import NamedTuple
@@ -19,7 +17,7 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
     num_labels: int = 2
 
-    def without_empty(self) -> TextTable:
+    def without_empty(self) -> "TextTable":
         kept = [
             i for i in range(len(self.header)) if i < self.num_labels or any(row[i] != NOTHING for row in self.rows)
         ]

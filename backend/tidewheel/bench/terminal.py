@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys
@@ -30,7 +28,7 @@ class TerminalProgress:
             bar_format=_BAR,
         )
 
-    def __enter__(self) -> TerminalProgress:
+    def __enter__(self) -> "TerminalProgress":
         return self
 
     def __exit__(self, *_: object) -> None:

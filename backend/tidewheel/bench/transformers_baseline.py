@@ -1,7 +1,5 @@
 """Triton model of the transformers baseline. Each `execute` computes one batch of Triton's batcher."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Workloads made from a seed. Request i is equal at all loads. Prompts are random; they share prefixes if asked."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

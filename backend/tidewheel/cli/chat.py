@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys
@@ -39,7 +37,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 class TerminalChat:
-    def __init__(self, client: Client, system: str | None, params: dict[str, object], *, stats: bool) -> None:
+    def __init__(self, client: "Client", system: str | None, params: dict[str, object], *, stats: bool) -> None:
         self._client = client
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
@@ -128,7 +126,7 @@ def run_demo(args: argparse.Namespace) -> int:
         )
     errors: list[Exception] = []
 
-    def session(endpoints: Endpoints) -> None:
+    def session(endpoints: "Endpoints") -> None:
         try:
             with Client(endpoints.authority(endpoints.grpc), _DEMO_MODEL) as client:
                 if args.model is None:
@@ -150,14 +148,14 @@ def run_demo(args: argparse.Namespace) -> int:
     return code
 
 
-def _write(client: Client, max_tokens: int) -> None:
+def _write(client: "Client", max_tokens: int) -> None:
     for seed, prompt in enumerate(_DEMO_PROMPTS):
         print(f"\n> {prompt}", end="", flush=True)
         with client.stream(prompt, max_tokens=max_tokens, temperature=0.7, seed=seed) as stream:
             print(f"  ({usage.show(stream).stats})", flush=True)
 
 
-def _talk(client: Client, endpoints: Endpoints, max_tokens: int) -> None:
+def _talk(client: "Client", endpoints: "Endpoints", max_tokens: int) -> None:
     conversation = TerminalChat(client, None, {"temperature": 0.0, "max_tokens": max_tokens}, stats=True)
     for question in _DEMO_QUESTIONS:
         print(f"\n> {question}", flush=True)

@@ -3,8 +3,6 @@
 Exit codes: 0 no error; 1 errors, or a migrated entry does not load; 2 wrong usage, or nothing was written.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile
@@ -66,7 +64,7 @@ def run_check(args: argparse.Namespace) -> int:
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
 
 
-def check_model(model: Path, settings: Sequence[str], *, is_this_machine: bool) -> CheckReport:
+def check_model(model: Path, settings: Sequence[str], *, is_this_machine: bool) -> "CheckReport":
     """Check a model as `tidewheel serve --model` would serve it. Raise `ConfigError` for wrong settings."""
     from tidewheel.entries.checking import check
     from tidewheel.server import repository
@@ -81,7 +79,7 @@ def check_model(model: Path, settings: Sequence[str], *, is_this_machine: bool) 
     return report
 
 
-def _as_json(report: CheckReport, mended: list[Finding]) -> dict[str, object]:
+def _as_json(report: "CheckReport", mended: "list[Finding]") -> dict[str, object]:
     return {
         "version": JSON_VERSION,
         "checked": report.checked,
@@ -94,7 +92,7 @@ def _as_json(report: CheckReport, mended: list[Finding]) -> dict[str, object]:
     }
 
 
-def _row(finding: Finding) -> dict[str, object]:
+def _row(finding: "Finding") -> dict[str, object]:
     row = finding._asdict()
     edit = row.pop("edit")
     return {**row, "right_name": edit.new if edit else None}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 from datetime import timedelta
 from pathlib import Path
@@ -83,7 +81,7 @@ def _up(args: argparse.Namespace) -> int:
         return control.up(_settings(args), note)
 
 
-def _where(args: argparse.Namespace, port: int, folder: ClusterFolder) -> str:
+def _where(args: argparse.Namespace, port: int, folder: "ClusterFolder") -> str:
     from tidewheel.server.console import top_command
     from tidewheel.server.workdir import running_servers
 
@@ -94,7 +92,7 @@ def _where(args: argparse.Namespace, port: int, folder: ClusterFolder) -> str:
     return "\n".join([*lines, *(f"Watch it: {top}" for top in tops), "tidewheel cluster status | scale N | down"])
 
 
-def _settings(args: argparse.Namespace) -> ClusterSettings:
+def _settings(args: argparse.Namespace) -> "ClusterSettings":
     from tidewheel.cluster.cluster_settings import ClusterSettings
 
     repository = args.model_repository or (None if args.model else default_repository())
@@ -125,7 +123,7 @@ def _setting(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is no setting: write KEY=NUMBER") from None
 
 
-def _show(status: ClusterStatus) -> None:
+def _show(status: "ClusterStatus") -> None:
     states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(status.replicas.items()) if count)
     print(f"{status.state.lower()}: {status.wanted} replicas wanted, {states or 'none yet'}")
     if status.message:

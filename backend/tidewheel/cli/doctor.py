@@ -1,7 +1,5 @@
 """Command `tidewheel doctor`. Exit codes: 0 no error; 1 errors; 2 wrong usage."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap
@@ -39,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return int(not can_serve or (args.strict and any(one.verdict == "warning" for one in findings)))
 
 
-def as_table(findings: Sequence[Judgement], device: str) -> str:
+def as_table(findings: "Sequence[Judgement]", device: str) -> str:
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("error", "warning")}
     outcome = "cannot serve" if counts["error"] else f"can serve, on {device}"
     notes = [counted(count, verdict) for verdict, count in counts.items() if count]

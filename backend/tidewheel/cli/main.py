@@ -4,8 +4,6 @@ Exit codes: 0 done; 1 the server could not start, or part of it died, or `check`
 request failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -87,7 +85,7 @@ def _jobs_of_file(name: str) -> list[dict[str, object]]:
         raise usage.UsageError(f"{name}: {error.message}; nothing was added") from None
 
 
-def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iterator[EnqueuedJob]:
+def _enqueue(queue: "Queue", jobs: list[dict[str, object]], *, wait: bool) -> "Iterator[EnqueuedJob]":
     from tidewheel_client.errors import Busy
 
     for start in range(0, len(jobs), _PIECE):
@@ -137,7 +135,7 @@ async def _work(args: argparse.Namespace) -> int:
     return code
 
 
-async def _run_until_stopped(worker: Worker) -> int:
+async def _run_until_stopped(worker: "Worker") -> int:
     working = asyncio.ensure_future(worker.run())
     signals: list[signal.Signals] = []
 
@@ -196,7 +194,7 @@ def _check(args: argparse.Namespace) -> None:
         raise usage.UsageError(f"--wait-s is {args.wait_s:g}: 0 to 86400")
 
 
-def _lines(queue: Queue, args: argparse.Namespace) -> Iterator[Mapping[str, Any]]:
+def _lines(queue: "Queue", args: argparse.Namespace) -> Iterator[Mapping[str, Any]]:
     if args.cancel:
         return ({"id": job_id, "cancelled": queue.cancel(job_id)} for job_id in args.ids)
     if args.dead:
@@ -208,7 +206,7 @@ def _lines(queue: Queue, args: argparse.Namespace) -> Iterator[Mapping[str, Any]
     return (result.as_dict() for result in queue.results(follow=args.follow))
 
 
-def _counts(queue: Queue) -> dict[str, Any]:
+def _counts(queue: "Queue") -> dict[str, Any]:
     from tidewheel_queue.jobs import CLASSES
 
     counts = queue.counts()
@@ -219,7 +217,7 @@ def _counts(queue: Queue) -> dict[str, Any]:
     }
 
 
-def _print_tokens(queue: Queue, job_id: str) -> int:
+def _print_tokens(queue: "Queue", job_id: str) -> int:
     attempt = 0
     for part in queue.tokens(job_id):
         if attempt not in (0, part.attempt):

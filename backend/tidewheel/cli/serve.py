@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import contextlib
 import shlex
@@ -99,7 +97,7 @@ def _print_mistakes(entry: Path) -> None:
             print(f"tidewheel: tidewheel check {shlex.quote(str(entry))} finds:", *lines, sep="\n", file=sys.stderr)
 
 
-def _options(args: argparse.Namespace) -> ServeOptions:
+def _options(args: argparse.Namespace) -> "ServeOptions":
     from tidewheel.gateway.gateway_options import StandaloneOptions
     from tidewheel.server.endpoints import Endpoints
     from tidewheel.server.run_server import ServeOptions

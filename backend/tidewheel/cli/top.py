@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return _show(watch, args.interval_s)
 
 
-def _pages(args: argparse.Namespace) -> ServerPages:
+def _pages(args: argparse.Namespace) -> "ServerPages":
     from tidewheel.server import workdir
     from tidewheel.server.console import top_command
     from tidewheel_client.server_pages import ServerPages
@@ -62,7 +60,7 @@ def _pages(args: argparse.Namespace) -> ServerPages:
     return ServerPages(args.url or DEFAULT_URL, args.metrics_url, args.health_url)
 
 
-def _print_once(watch: ServerWatch, interval_s: float, *, as_json: bool) -> int:
+def _print_once(watch: "ServerWatch", interval_s: float, *, as_json: bool) -> int:
     import msgspec
 
     from tidewheel.top.view_text import as_text
@@ -74,7 +72,7 @@ def _print_once(watch: ServerWatch, interval_s: float, *, as_json: bool) -> int:
     return 0
 
 
-def _show(watch: ServerWatch, interval_s: float) -> int:
+def _show(watch: "ServerWatch", interval_s: float) -> int:
     try:
         from tidewheel.top.terminal_app import TerminalApp
     except ModuleNotFoundError as error:

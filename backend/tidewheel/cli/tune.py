@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping
@@ -39,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class RecordedLoad(NamedTuple):
-    trace: Trace
-    config: EngineConfig
-    cost: CostModel
+    trace: "Trace"
+    config: "EngineConfig"
+    cost: "CostModel"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,7 +112,7 @@ def _present_settings(path: Path) -> Mapping[str, object]:
     return {name: value for name, value in settings.items() if name not in ENTRY_ARGUMENTS}
 
 
-def _lines(load: RecordedLoad, most: int, tuning: Tuning) -> list[str]:
+def _lines(load: RecordedLoad, most: int, tuning: "Tuning") -> list[str]:
     from tidewheel.bench.tables import TextTable
     from tidewheel.simulate.tuning import NOT_SIMULATED
 
@@ -137,7 +135,7 @@ def _lines(load: RecordedLoad, most: int, tuning: Tuning) -> list[str]:
     return [*lines, f"Keep your settings: nothing that was tried is better beyond the uncertainty on {where}."]
 
 
-def _row(prediction: Prediction) -> list[str]:
+def _row(prediction: "Prediction") -> list[str]:
     measure, part, now, proposed, difference = prediction
     mean, low, high = (f"{measure.scale * value:+.1f}" for value in difference)
     values = [f"{measure.scale * value:.1f}" for value in (now, proposed)]
@@ -148,7 +146,7 @@ def _shown(value: object) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _proposal(tuning: Tuning) -> dict[str, object]:
+def _proposal(tuning: "Tuning") -> dict[str, object]:
     from tidewheel.settings import JSON_SETTINGS
 
     return {
@@ -157,7 +155,7 @@ def _proposal(tuning: Tuning) -> dict[str, object]:
     }
 
 
-def _as_json(tuning: Tuning) -> dict[str, object]:
+def _as_json(tuning: "Tuning") -> dict[str, object]:
     return {
         "version": JSON_VERSION,
         "is_better": tuning.is_better,

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect
@@ -103,7 +101,7 @@ def counted(count: int, what: str) -> str:
 
 
 @contextlib.contextmanager
-def connect(args: argparse.Namespace) -> Iterator[Client]:
+def connect(args: argparse.Namespace) -> "Iterator[Client]":
     from tidewheel_client import Client, ServerUnavailable
 
     with Client(args.url, args.model or "", timeout_s=args.timeout_s) as client:
@@ -115,7 +113,7 @@ def connect(args: argparse.Namespace) -> Iterator[Client]:
         yield client
 
 
-def _only_model(client: Client) -> str:
+def _only_model(client: "Client") -> str:
     models = client.streaming_models()
     if len(models) == 1:
         return models[0]
@@ -130,7 +128,7 @@ class PrintedAnswer(NamedTuple):
     stats: str  # tokens and times
 
 
-def show(stream: Stream) -> PrintedAnswer:
+def show(stream: "Stream") -> PrintedAnswer:
     """Print the chunks of a stream. Ctrl-C cancels it."""
     start = time.monotonic()
     first_s, texts, num_input, num_output = 0.0, [], 0, 0
@@ -155,7 +153,7 @@ def show(stream: Stream) -> PrintedAnswer:
 
 
 @contextlib.contextmanager
-def _cancelled_by_ctrl_c(stream: Stream) -> Iterator[None]:
+def _cancelled_by_ctrl_c(stream: "Stream") -> Iterator[None]:
     """Cancel the stream on Ctrl-C: a KeyboardInterrupt within gRPC can leave a lock held and the channel dead."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -3,8 +3,6 @@
 `ray start` holds the folder's lock, and ends Ray if state store or raylet dies; the kernel ends both with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging
@@ -80,7 +78,7 @@ class ClusterFolder:
         self.settings_file = root / "settings"
 
     @classmethod
-    def here(cls) -> ClusterFolder:
+    def here(cls) -> "ClusterFolder":
         return cls(run_dir_path() / CLUSTER)
 
     @property

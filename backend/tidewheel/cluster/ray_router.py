@@ -3,8 +3,6 @@
 Ray copies this module with its globals, so state shared with the gateway lives in `replica_upstreams`.
 """
 
-from __future__ import annotations
-
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 

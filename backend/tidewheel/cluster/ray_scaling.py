@@ -3,8 +3,6 @@
 Ray counts only the gateway's calls that wait for a first replica: clients' requests bypass Ray.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping

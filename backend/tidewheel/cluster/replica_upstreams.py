@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +47,7 @@ class ReplicaUpstreams(Upstreams):
         self._known_models: Mapping[str, Task] = {}
         self._num_held = 0
 
-    async def __aenter__(self) -> ReplicaUpstreams:
+    async def __aenter__(self) -> "ReplicaUpstreams":
         loop = asyncio.get_running_loop()
         self._feed.on_change = lambda: loop.call_soon_threadsafe(self._read_feed)
         self._read_feed()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Heartbeat of an engine's step loop: a memory page in the engine's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

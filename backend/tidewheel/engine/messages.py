@@ -5,8 +5,6 @@ finish reason; `Disconnection` ends all requests of a front end. `Drain`, `ListR
 `Hello`: only the server's user may open the socket.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec
@@ -73,7 +71,7 @@ class AddRequest(Message, frozen=True):
 class BatchDone(Message, frozen=True):
     """Answer to `Deltas.to_run`, request by request, in any order."""
 
-    ends: list[tuple[Key, ErrorInfo | None]]
+    ends: "list[tuple[Key, ErrorInfo | None]]"
 
 
 class Cancel(Message, frozen=True):
@@ -178,7 +176,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_waiting_set_full: bool = False  # until another request starts
 
     @classmethod
-    def of(cls, error: TidewheelError) -> ErrorInfo:
+    def of(cls, error: TidewheelError) -> "ErrorInfo":
         return cls(error.tag, error.message, error.retry_after_ms, isinstance(error, WaitingSetFull))
 
     def to_error(self) -> TidewheelError:
@@ -206,7 +204,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_accepted_draft_tokens: int = 0
 
     @classmethod
-    def of(cls, request: Request) -> RequestStats:
+    def of(cls, request: Request) -> "RequestStats":
         return cls(
             first_scheduled_ns=_ns(request.first_scheduled_time),
             first_token_ns=_ns(request.first_token_time),
@@ -246,7 +244,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def of(
         cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: list[TopLogprobs] | None = None
-    ) -> Delta:
+    ) -> "Delta":
         """Return new tokens of a sequence with its result, or, if shared memory has room, with a preview."""
         prompt = _unsent_prompt_logprobs(request)
         if request.finish_reason is None and request.outputs is None:  # of each row in each step: 0.3 us
@@ -283,7 +281,7 @@ class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: bytes  # int32 little endian
 
     @classmethod
-    def of(cls, keys: Int64Array, token_ids: Int32Array) -> NewTokens:
+    def of(cls, keys: Int64Array, token_ids: Int32Array) -> "NewTokens":
         return cls(keys.astype("<i8", copy=False).tobytes(), token_ids.astype("<i4", copy=False).tobytes())
 
     def arrays(self) -> tuple[Int64Array, Int32Array]:

@@ -1,7 +1,5 @@
 """Engine process. It ends by SIGTERM, removal of its folder, or some time without front ends."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -4,8 +4,6 @@ Engines of one user meet in a table of the device: a file in shared memory that 
 engine whose step runs holds a lock; a pipe wakes a waiting engine. Linux frees both when a process is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

@@ -1,7 +1,5 @@
 """Rules on an entry's folder and `config.pbtxt`. Triton has its rules in `src/model_config_utils.cc`."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

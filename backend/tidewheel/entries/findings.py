@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -113,10 +111,10 @@ class Field(NamedTuple):
     end: int  # after the value
     value: str = ""  # of a scalar, without quotes
     value_start: int = 0
-    fields: tuple[Field, ...] = ()  # of a message
+    fields: "tuple[Field, ...]" = ()  # of a message
     list_end: int = 0  # end of the list around it
 
-    def child(self, name: str) -> Field | None:
+    def child(self, name: str) -> "Field | None":
         return next((field for field in self.fields if field.name == name), None)
 
 

@@ -1,7 +1,5 @@
 """Migration of model repository entries from Triton's vLLM and TensorRT-LLM backends."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import heapq
 import threading
 from typing import NamedTuple
@@ -27,7 +25,7 @@ class _Claim(NamedTuple):
     priority: int = 0  # 0: unknown
 
     @classmethod
-    def of(cls, message: AddRequest) -> _Claim:
+    def of(cls, message: AddRequest) -> "_Claim":
         n = message.options.n
         return cls(n, n * (len(message.prompt) // 4), message.options.priority)
 

@@ -1,7 +1,5 @@
 """Chat requests: messages, tools, and the template that turns them into a prompt."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re
@@ -207,7 +205,7 @@ class ChatTemplate:
         self._named_tokens = dict(named_tokens)
 
     @classmethod
-    def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> "ChatTemplate | None":
         """Return the template, if any. Raise `ConfigError`."""
         source = _find(folder)
         return None if source is None else cls(source, named_tokens)

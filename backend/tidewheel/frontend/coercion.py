@@ -3,8 +3,6 @@
 A wrong type raises `InvalidRequest` with the parameter's name. Ranges are checked later.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import reprlib

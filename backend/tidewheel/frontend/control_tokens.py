@@ -5,8 +5,6 @@ runs; in the output, it replaces the marks, at *plain spans*. Then the template'
 a second tokenizer that knows only these encodes the prompt.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Ended requests: their log, and their OpenTelemetry spans ``text_completion ── queue ─ prefill ─ decode ─ send``."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
@@ -93,7 +91,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
     @classmethod
     def of(
         cls, request: LiveRequest, end_ns: int, response: Response = (), error: TidewheelError | None = None
-    ) -> EndedRequest:
+    ) -> "EndedRequest":
         stats = [chunk.stats for chunk in response if chunk.stats is not None]
         urgency, message, outputs = request.urgency, request.prepared.message, request.prepared.outputs
         priority = stats[0].priority if stats else urgency.priority

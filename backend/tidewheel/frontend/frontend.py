@@ -8,8 +8,6 @@
 Every submitted request ends its sink exactly once.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

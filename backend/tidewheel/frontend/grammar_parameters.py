@@ -1,7 +1,5 @@
 """Grammar of a request, in the parameters of vLLM (old and new names), TensorRT-LLM and OpenAI."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from tidewheel.errors import InvalidRequest, Unsupported

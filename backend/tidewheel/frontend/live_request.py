@@ -8,8 +8,6 @@
 The first end counts: last delta, cancel, error or deadline.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable

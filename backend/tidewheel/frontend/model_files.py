@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ class GenerationDefaults(NamedTuple):
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def load(cls, folder: Path, source: str = "auto", overrides: str = "{}") -> GenerationDefaults:
+    def load(cls, folder: Path, source: str = "auto", overrides: str = "{}") -> "GenerationDefaults":
         """Read `generation_config.json` and `config.json`, both optional. Raise `ConfigError`.
 
         `source`: auto (the model's), vllm (only `overrides`, JSON), or a folder.

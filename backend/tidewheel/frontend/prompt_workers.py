@@ -4,8 +4,6 @@ Some texts take a template or tokenizer hours or all memory, and a grammar may e
 process when a job overruns its limits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

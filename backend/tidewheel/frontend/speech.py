@@ -1,7 +1,5 @@
 """Speech models: windows of audio cut at pauses, rules of a model's answers, and the answer to several windows."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import threading
@@ -82,7 +80,7 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
     begin_suppress_tokens: tuple[int, ...] | None = ()
 
     @classmethod
-    def load(cls, folder: Path) -> SpeechRules:
+    def load(cls, folder: Path) -> "SpeechRules":
         """Read `config.json` and `generation_config.json`. Raise `ConfigError`."""
         names = [folder / "config.json", folder / "generation_config.json"]
         fields = {key: value for path in names for key, value in read_object(path).items() if value is not None}
@@ -128,7 +126,7 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowSink:
-    def __init__(self, answer: SpeechAnswer, given: Generation) -> None:
+    def __init__(self, answer: "SpeechAnswer", given: Generation) -> None:
         self.given, self.is_cancelled = given, answer.is_cancelled
         self.send, self.fail = partial(answer.take, self), partial(answer.fail, self)
         self.responses: deque[Response] = deque()

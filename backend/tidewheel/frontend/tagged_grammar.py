@@ -3,8 +3,6 @@
 A string matches its schema's patterns and has no closing tag. Keywords that no pattern expresses are refused by name.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

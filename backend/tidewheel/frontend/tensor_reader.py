@@ -1,7 +1,5 @@
 """Requests of one-shot models in a front end: tensors in, tensors out."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterable, Sequence

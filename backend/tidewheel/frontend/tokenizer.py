@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,7 +39,7 @@ class Tokenizer:
         self.token_text = functools.cache(self._text_of)
 
     @classmethod
-    def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
+    def load(cls, folder: Path, *, vocab_size: int) -> "Tokenizer":
         """Raise `ConfigError`."""
         path = folder / "tokenizer.json"
         content = read_text(path)

@@ -4,8 +4,6 @@ Text before a call is free up to the mark of calls. A mark counts as an added to
 by other tokens, because both make the same text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

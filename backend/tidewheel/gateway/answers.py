@@ -1,7 +1,5 @@
 """Answers in OpenAI's format, whole or as server-sent events, and answers to vLLM's tokenizer calls."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """API keys from a TOML file, with the tenant, best class, limits and use of each key."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Requests and answers of APIs whose answers are lists of thoughts, texts and calls of tools."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar

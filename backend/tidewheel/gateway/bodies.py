@@ -1,7 +1,5 @@
 """Bodies of HTTP requests. Fields that are not listed here are left to the backend."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

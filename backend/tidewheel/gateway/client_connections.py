@@ -4,8 +4,6 @@ At the limit, a new connection replaces the longest idle one, else the longest s
 answer unread). If all wait for answers, it is refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging
@@ -50,7 +48,7 @@ class ConnectionTable:
         self._num_closed = self._num_refused = 0  # since the last log line
         self._next_line_s = 0.0
 
-    def enter(self, connection: ClientConnection) -> bool:
+    def enter(self, connection: "ClientConnection") -> bool:
         """Add a connection, closing another if needed. Return False if none can be closed."""
         for address, most in ((connection.address, self.most_of_address), (_ALL, self.most)):
             if sum(map(len, self._groups.get(address, {}).values())) >= most and not self.make_room(address):
@@ -61,11 +59,11 @@ class ConnectionTable:
         self.note(connection, "stalled")
         return True
 
-    def leave(self, connection: ClientConnection) -> None:
+    def leave(self, connection: "ClientConnection") -> None:
         self.note(connection, None)
         self._open.discard(connection)
 
-    def note(self, connection: ClientConnection, activity: _Activity | None) -> None:
+    def note(self, connection: "ClientConnection", activity: _Activity | None) -> None:
         """Set an open connection's activity; None removes the connection."""
         for address in (connection.address, _ALL) if connection in self._open else ():
             group = self._groups.setdefault(address, {"idle": {}, "stalled": {}, "served": {}})
@@ -202,7 +200,7 @@ class HttpListener:
     @classmethod
     async def open(
         cls, application: web.Application, options: GatewayOptions, *, shares_port: bool = False
-    ) -> HttpListener:
+    ) -> "HttpListener":
         """Serve the application until `cleanup`. Raise `ServeError` if the port is in use."""
         host, port, num_descriptors = options.host, options.port, raise_descriptor_limit()
         runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=options.drain_s)

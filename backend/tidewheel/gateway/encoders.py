@@ -3,8 +3,6 @@
 Each text, or pair of texts, is a request of its own, which the scheduler joins with those of other clients.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from array import array
@@ -109,7 +107,7 @@ class EmbeddingWriter(AnswerWriter):
         return msgspec.json.encode({"object": "list", "data": data, "model": self.request.model_id, "usage": usage})
 
 
-def _shortened(vector: tuple[float, ...], dimensions: int | None) -> array[float]:
+def _shortened(vector: tuple[float, ...], dimensions: int | None) -> "array[float]":
     if dimensions is None:
         return array("f", vector)
     if not 1 <= dimensions <= len(vector):

@@ -1,7 +1,5 @@
 """HTTP status, headers and body of each `RequestError`, as OpenAI's clients expect them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Container
 from typing import NamedTuple

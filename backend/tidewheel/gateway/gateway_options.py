@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 from typing import NamedTuple
 
@@ -23,7 +21,7 @@ class Address(NamedTuple):
     cost: int = 0  # servers of the least are preferred
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> "Address":
         """Return the address of a text in `ADDRESS_FORM`. Raise ValueError."""
         authority, *others = text.removeprefix(_DNS).split(",")
         host, _, port = authority.rpartition(":")
@@ -37,7 +35,7 @@ class Address(NamedTuple):
                 return cls(authority, **authorities, is_name_of_many=text.startswith(_DNS), cost=cost)
         raise ValueError(f"{text!r} is no address: write {ADDRESS_FORM}")
 
-    def at(self, host: str) -> Address:
+    def at(self, host: str) -> "Address":
         host = f"[{host}]" if ":" in host else host
         grpc, metrics, health, http = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:4])
         return Address(grpc, metrics, health, http, cost=self.cost)

@@ -1,7 +1,5 @@
 """LoRA adapters of the served models: which there are, and vLLM's calls that load and unload them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """Pictures at `/v1/images/generations`, and speech at `/v1/audio/…`, in OpenAI's forms. Each picture is a request."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, as chats."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal

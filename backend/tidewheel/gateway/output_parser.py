@@ -1,7 +1,5 @@
 """Reasoning, content and calls of tools in a model's text, in every format of `tidewheel.tool_formats`."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -41,7 +39,7 @@ class ParsedOutput(NamedTuple):
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()  # a first one without an id precedes `content` and `reasoning`
 
-    def __add__(self, other: ParsedOutput) -> ParsedOutput:  # type: ignore[override]
+    def __add__(self, other: "ParsedOutput") -> "ParsedOutput":  # type: ignore[override]
         calls, more = self.calls, other.calls
         if calls and more and not more[0].id:
             joined = calls[-1]._replace(arguments=calls[-1].arguments + more[0].arguments)

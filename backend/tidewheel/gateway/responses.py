@@ -1,7 +1,5 @@
 """OpenAI's `/v1/responses`, as chats."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time

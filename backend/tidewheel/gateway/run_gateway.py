@@ -3,8 +3,6 @@
 python -m tidewheel.gateway.run_gateway OPTIONS [FOLDER INDEX]      options are JSON; a folder makes it a worker
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

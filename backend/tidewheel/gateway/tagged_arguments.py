@@ -1,7 +1,5 @@
 """Arguments of a call between tags, which become JSON as they arrive, and the search of marks in a text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

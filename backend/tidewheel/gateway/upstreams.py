@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -158,7 +156,7 @@ class Upstreams:
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_moved = 0  # requests retried on another server
 
-    async def __aenter__(self) -> Upstreams:
+    async def __aenter__(self) -> "Upstreams":
         self._set_members("", (address for address in self._addresses if not address.is_name_of_many))
         for address in self._addresses:
             if address.is_name_of_many:

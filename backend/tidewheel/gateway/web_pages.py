@@ -1,7 +1,5 @@
 """Web pages of other origins (CORS), and the playground, static pages that call the gateway's API."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path

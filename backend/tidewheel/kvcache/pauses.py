@@ -1,7 +1,5 @@
 """Pauses of sessions while tools run, and how long they are expected to last."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ class Duration(NamedTuple):
             return elapsed
         return math.exp(self.log_mean + self.log_spread * _NORMAL.inv_cdf((1.0 + passed) / 2.0)) - elapsed
 
-    def with_seen(self, seconds: float) -> Duration:
+    def with_seen(self, seconds: float) -> "Duration":
         """Return the distribution after another duration, which weighs as much as each of the first ones, or 1/32."""
         weight = max(1.0 / (self.num_seen + 1), _LEAST_WEIGHT)
         error = math.log(max(seconds, _LEAST_S)) - self.log_mean

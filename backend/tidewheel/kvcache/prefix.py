@@ -6,8 +6,6 @@ SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Tenants and salts s
 the root H(root, "quantized").
 """
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tidewheel.errors import ConfigError
@@ -17,7 +15,7 @@ class ConfigFields:
         self.values = values
         self.where = where
 
-    def section(self, key: str) -> ConfigFields:
+    def section(self, key: str) -> "ConfigFields":
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "an object")

@@ -1,7 +1,5 @@
 """Native decoder of Llama, Mistral, Qwen2 and Qwen3."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 
@@ -125,7 +123,7 @@ def add_norm(
 
 class Decoder(NativeModel):
     config: ModelConfig
-    _first: Decoder | None = None  # layers that draft
+    _first: "Decoder | None" = None  # layers that draft
 
     def build(self, weights: Weights) -> None:
         config, shard = self.config, weights.shard
@@ -175,7 +173,7 @@ class Decoder(NativeModel):
         if self._first is not None:
             self._first.variant = weights
 
-    def first_layers(self, count: int) -> Decoder:
+    def first_layers(self, count: int) -> "Decoder":
         """Return the first layers with the output matrix as a decoder that shares the packed weights of this one."""
         self._first = first = copy(self)
         first.layers, first.shape, first.weights_bytes = self.layers[:count], self.shape._replace(num_layers=count), 0
@@ -183,7 +181,7 @@ class Decoder(NativeModel):
         self._bind(first)
         return first
 
-    def _bind(self, decoder: Decoder) -> None:
+    def _bind(self, decoder: "Decoder") -> None:
         """Bind layers of `decoder`, this one or its first layers, once for each variant of the weights."""
         variants: tuple[WeightVariant, ...] = ("quantized", "full") if self._copies else ("full",)
         for weights in variants:

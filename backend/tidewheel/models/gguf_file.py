@@ -4,8 +4,6 @@ Q8_0 and types of 4 and 5 bits keep their codes, 5 bits in 8. Scales and minimum
 other types to 8 bits.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

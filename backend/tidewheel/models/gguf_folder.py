@@ -3,8 +3,6 @@
 Pre-tokenizers have llama.cpp's names (`llama-vocab.cpp`), and the regular expressions of the models' own files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

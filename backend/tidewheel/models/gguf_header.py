@@ -3,8 +3,6 @@
 `gguf.GGUFReader` trusts sizes, ends the process if the file shrinks, and takes 11 s for 150,000 tokens (here 0.2 s).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import struct

@@ -1,7 +1,5 @@
 """Linear layers and the formats of their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """LoRA adapters as PEFT saves them: `adapter_config.json`, and two tensors a layer in `adapter_model.safetensors`."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

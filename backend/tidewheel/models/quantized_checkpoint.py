@@ -4,8 +4,6 @@ Tensors decide which layers are quantised, not `modules_to_not_convert` or `igno
 unused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -5,8 +5,6 @@ GPTQModel, utils/model.py. compressed-tensors: compressors/quantized_compressors
 integrations/finegrained_fp8.py and fbgemm_fp8.py.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

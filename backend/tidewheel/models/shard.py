@@ -1,7 +1,5 @@
 """Parts of a model that the ranks of a group hold, and the operations by which they exchange results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 transformers tells the attention function its layer, not its step: a context variable holds the step's attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar

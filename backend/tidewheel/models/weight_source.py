@@ -1,7 +1,5 @@
 """Sources of weights, by Hugging Face's names."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 If a file shrinks, preadv(2) returns fewer bytes; a memory mapping would end the process (SIGBUS).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

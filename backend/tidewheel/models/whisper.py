@@ -1,7 +1,5 @@
 """Whisper: an encoder of audio, and a decoder of text with cross-attention to it (Radford et al. 2022)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Literal
 

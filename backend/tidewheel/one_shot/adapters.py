@@ -1,7 +1,5 @@
 """Adapters: programs that run one-shot models, each a module here with `load(path, config) -> Adapter`."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping

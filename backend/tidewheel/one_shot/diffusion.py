@@ -1,7 +1,5 @@
 """Diffusion pipelines from folders of diffusers: only safetensors are loaded, and no code of a folder runs."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence

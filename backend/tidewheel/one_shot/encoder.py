@@ -3,8 +3,6 @@
 Weights are safetensors, and no code of the folder runs. Texts are tokenised in the engine, and cut to `max_tokens`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Models that take many steps, such as diffusion pipelines: each scheduled row computes one step."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ BLOCKS_PER_ROW = 4
 class Progress:
     """Model state and step count of a request, kept while it is preempted."""
 
-    def __init__(self, model: Pipeline, request: Request) -> None:
+    def __init__(self, model: "Pipeline", request: Request) -> None:
         self._model, self._options = model, request.step_options
         self.state = model.prepare(request.inputs or {}, request.seed, self._options)
         self.num_steps = 0
@@ -57,7 +55,7 @@ class Progress:
 class IterativeRunner:
     """Runner with `ModelRunner`'s interface. If a batch fails, each of its requests is tried alone, once."""
 
-    def __init__(self, model: Pipeline, config: EngineConfig, load_seconds: float = 0.0) -> None:
+    def __init__(self, model: "Pipeline", config: EngineConfig, load_seconds: float = 0.0) -> None:
         self._model = model
         self._rows: dict[int, Request] = {}
         num_rows, num_slots = min(config.max_num_seqs, config.max_num_batched_tokens), model.offer.max_steps + 1
@@ -101,5 +99,5 @@ class IterativeRunner:
             request.outputs = request.progress.with_step(outputs)
 
 
-def _states(requests: Sequence[Request]) -> list[Denoising]:
+def _states(requests: Sequence[Request]) -> "list[Denoising]":
     return [request.progress.state for request in requests]

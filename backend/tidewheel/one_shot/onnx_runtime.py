@@ -1,7 +1,5 @@
 """ONNX models by ONNX Runtime, on a CPU or by CUDA. Libraries of custom operators are never loaded."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

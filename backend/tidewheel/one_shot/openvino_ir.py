@@ -1,7 +1,5 @@
 """OpenVINO IR on a CPU, with the `.bin` file beside it. Extensions, which are native code, are never loaded."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that another backend of the server runs: the engine orders their batches, front ends call them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple

@@ -5,8 +5,6 @@ Requests of one-shot models use files of their front end in turn: these keep the
 without a receiver are removed by their writer or, after its death, by its engine or the next process that starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -56,7 +54,7 @@ class PackedTensors(msgspec.Struct, array_like=True, dict=True):
     is_kept: bool = False  # the file is used again
 
     @classmethod
-    def of(cls, arrays: Arrays, *, is_result: bool = False, keeps: bool = False) -> PackedTensors:
+    def of(cls, arrays: Arrays, *, is_result: bool = False, keeps: bool = False) -> "PackedTensors":
         """Copy arrays once, with `keeps` into a file of `kept_files`. Raise `Busy` if shared memory is full.
 
         The file of a result is removed by `remove_unread`, that of a request by `discard`.

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -70,7 +68,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     def is_batched(self) -> bool:
         return any(spec.batch_axis is not None for spec in self.inputs)
 
-    def with_settings(self, batch_axes: Mapping[str, int | None], buckets: Buckets) -> Signature:
+    def with_settings(self, batch_axes: Mapping[str, int | None], buckets: Buckets) -> "Signature":
         """Return the signature with an entry's settings. Raise `ConfigError` if they do not fit the model.
 
         Scalars, which Triton does not have, get the shape [1]. Without `batch_axes`, requests are joined along axis 0

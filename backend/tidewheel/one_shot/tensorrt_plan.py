@@ -1,7 +1,5 @@
 """TensorRT plans. Unproven: written against a double of the Python API of TensorRT 10, and never run on a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@
 deserializer of graphs (2.13) passes shapes to sympy's `eval`, looks operators up below `torch`, and compiles names.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """TorchScript, of which `torch.jit.load` unpickles no Python; and what adapters of torch share."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A token is a hash of the prefix that it ends, or 0 if it stops a request: schedu
 salts, adapters and tenants are hashed, except tenants and adapters with limits in the settings.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import msgspec

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence

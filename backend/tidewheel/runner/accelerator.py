@@ -3,8 +3,6 @@
 A graph freezes host values, control flow and addresses of tensors; a captured function draws nothing random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Generic, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Collectives between the processes of one machine: in shared memory on CPUs, by NCCL on GPUs."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools

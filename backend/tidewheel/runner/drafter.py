@@ -5,8 +5,6 @@ keys and values lie in the blocks of the serving model, where a slot counts as c
 another token there. So rows that share blocks, or return to them, share the work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -74,13 +72,13 @@ class _Round(NamedTuple):
     num_drafts: Int64Array  # [n]
 
     @classmethod
-    def of(cls, batch: ScheduledBatch) -> _Round:
+    def of(cls, batch: ScheduledBatch) -> "_Round":
         entries = np.flatnonzero(batch.draft_tokens == TO_DRAFT)
         rows, firsts, num_drafts = np.unique(batch.rows[entries], return_index=True, return_counts=True)
         entries = entries[firsts]
         return cls(rows, entries, batch.start_positions[entries], num_drafts).only(np.argsort(-num_drafts))
 
-    def only(self, chosen: npt.NDArray[Any]) -> _Round:
+    def only(self, chosen: npt.NDArray[Any]) -> "_Round":
         return _Round(*(column[chosen] for column in self))
 
 

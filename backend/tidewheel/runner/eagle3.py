@@ -5,8 +5,6 @@ whose state is unknown, its own last output takes the place. Target steps leave 
 keys and values. Blocks that were copied or swapped have states of other tokens: drafts get worse, answers do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +38,7 @@ class Eagle3Source(NamedTuple):
     num_bytes: int = 0
 
     @classmethod
-    def of(cls, plan: ModelPlan, target: ModelConfig, folder: Path, beside: int) -> Eagle3Source:
+    def of(cls, plan: ModelPlan, target: ModelConfig, folder: Path, beside: int) -> "Eagle3Source":
         """Return the head in a folder; `plan`, `beside`: of the target, and its bytes. Raise `ConfigError`."""
         fields, tensors = read_config(folder), SafetensorsFolder(folder)
         sizes, target_layers = _parse(fields, target)
@@ -51,7 +49,7 @@ class Eagle3Source(NamedTuple):
         check_weights_fit(beside + empty.weights_bytes, plan.dtype, plan.device)
         return found._replace(num_bytes=empty.weights_bytes)
 
-    def load(self, model: CausalLM, block_size: int, _progress: object) -> Eagle3Head:
+    def load(self, model: CausalLM, block_size: int, _progress: object) -> "Eagle3Head":
         """Load the weights. `model`: the target, loaded. Raise `ConfigError`."""
         assert isinstance(model, Decoder), "others are refused"
         head = Eagle3Head(self, max_model_len=model.max_model_len, device=model.norm.device)

@@ -3,8 +3,6 @@
 An extra token ends every answer, because end tokens differ by request.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -47,10 +45,10 @@ _PLAIN = tuple(
     )
 )
 # Models fill an answer with whitespace where they may.
-_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " "}
+_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": " "}
 # Else llguidance would make an added token of its text in a string, where only the characters fit, and refuse both.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-_STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # precede a schema's `x-guidance`
+_STRICT: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False}  # precede a schema's `x-guidance`
 
 T = TypeVar("T")
 

@@ -4,8 +4,6 @@ A mask needs the row's token of the previous step: the thread waits for it while
 drafted entry is that after the row's drafts up to it.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -52,7 +50,7 @@ class GrammarState:
         if num_drafts and not self.matcher.rollback(num_drafts):
             self.matcher = self.compiled.matcher(self._consumed)
 
-    def complete(self, mask: TokenMask, position: int) -> None:
+    def complete(self, mask: "TokenMask", position: int) -> None:
         """Add end tokens and apply `allowed_token_ids`; clear the mask of a grammar that has become too complex."""
         if self.matcher.is_error():
             mask.words[:] = 0

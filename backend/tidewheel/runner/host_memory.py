@@ -6,8 +6,6 @@ A process writes each of its records to a memfd, which others of the same user f
 killed process, and no lock is needed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import logging

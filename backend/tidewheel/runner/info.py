@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import msgspec
 
 from tidewheel.one_shot.signature import Signature, StepOffer

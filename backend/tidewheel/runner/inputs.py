@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -65,7 +63,7 @@ class ForwardBounds(NamedTuple):
     may_split: bool = True  # split the keys of a decode
 
     @classmethod
-    def exact(cls, batch: ScheduledBatch, host: HostInputs) -> ForwardBounds:
+    def exact(cls, batch: ScheduledBatch, host: HostInputs) -> "ForwardBounds":
         longest_chunk, longest = int(batch.num_scheduled_tokens.max()), int(host.seq_lens.max())
         return cls(longest_chunk, longest, batch.num_decodes, host.cu_seqlens_q, host.seq_lens)
 

@@ -4,8 +4,6 @@ Scales of 8-bit floats are powers of two, measured once at load. Scales of 1.0 r
 2.73 to 2.89, measured ones to 2.75 (https://github.com/ROCm/vllm/pull/317).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

@@ -4,8 +4,6 @@ The engine's process is rank 0: it schedules, samples, and sends each step to th
 `ModelRunner` on their parts of the weights, each in a process of this module. No process outlives the group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

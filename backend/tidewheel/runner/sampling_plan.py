@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -97,7 +95,7 @@ class DrawColumns(NamedTuple):
         uses = sampled, self.top_k > 0, self.top_p < 1, self.min_p > 0
         return [bool((sampled & use).any()) for use in uses]
 
-    def padded(self, num_rows: int) -> DrawColumns:
+    def padded(self, num_rows: int) -> "DrawColumns":
         extra = num_rows - len(self.temperature)
         if extra <= 0:
             return self

@@ -5,8 +5,6 @@ run eagerly. Large sizes have second graphs, whose attention splits no context. 
 between attentions, which run eagerly. Padding tokens write no keys.
 """
 
-from __future__ import annotations
-
 import gc
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -105,7 +103,7 @@ class LoraStacks:
         self._slots, self._groups = no_ids(), (no_ids(), no_ids())  # of the tokens of the last step with adapters
 
     @classmethod
-    def of(cls, model: CausalLM) -> LoraStacks | None:
+    def of(cls, model: CausalLM) -> "LoraStacks | None":
         """Return the stacks of a model, None if it has none."""
         return cls(model) if isinstance(model, Decoder) and model.lora_linears[0].lora is not None else None
 

@@ -3,8 +3,6 @@
 The other ranks read on a thread of their own, and rank 0 uses an adapter once all have it: no step waits for a file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time
@@ -49,7 +47,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StepMessage)
 
 
-def encode_step(batch: ScheduledBatch, loras: LeaderLoras) -> bytes:
+def encode_step(batch: ScheduledBatch, loras: "LeaderLoras") -> bytes:
     values = [getattr(batch, name) for name in _FIELDS]
     transfers = () if batch.transfers is NO_TRANSFERS else batch.transfers
     return _encoder.encode(

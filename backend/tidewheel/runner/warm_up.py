@@ -5,8 +5,6 @@ multiples of 16. Memory is measured on a GPU, estimated on a CPU. Graphs point i
 the largest are captured before to estimate all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

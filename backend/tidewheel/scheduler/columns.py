@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from typing import cast

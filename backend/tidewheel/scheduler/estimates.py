@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import OrderedDict

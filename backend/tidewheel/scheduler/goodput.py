@@ -5,8 +5,6 @@ No fixed number serves all batches: at the same acceptance, vLLM gained 67 % at 
 (vllm-project/vllm#26504).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A grammar of JSON leaves a space free at most places, so that it forces little. 
 space can follow, it is drafted, with a space before it if the answer had one there the last time.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from functools import lru_cache
@@ -30,7 +28,7 @@ _SPACING = re.compile(rb'(?=([{}\[\],:"])( ?)([^ ]))')
 
 
 @lru_cache(maxsize=4)
-def _tokens_of_characters(tokenizer: LLTokenizer) -> tuple[list[int], list[list[int]]]:
+def _tokens_of_characters(tokenizer: "LLTokenizer") -> tuple[list[int], list[list[int]]]:
     """Return the tokens of a space, and those of each other character that the tokenizer can encode."""
     space, *others = (tokenizer.tokenize_bytes(character.encode()) for character in f" {_CHARACTERS}")
     return space, [token_ids for token_ids in others if token_ids]

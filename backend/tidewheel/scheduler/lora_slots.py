@@ -15,8 +15,6 @@ slot reserves it at once, and a CRITICAL one also gets it at once. Among equals 
 adapters have waited longer, or in better classes, one waits at most (2 + ⌊k / slots⌋) · ageing_s.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Requests overtake one that cannot enter only if it waits for another to compute 
 not starve a large one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from itertools import islice

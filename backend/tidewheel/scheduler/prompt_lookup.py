@@ -6,8 +6,6 @@ row holds the last end of each run of four, two and one tokens. Candidates are c
 share a slot of the table only lose a match.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping

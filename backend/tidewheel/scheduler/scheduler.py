@@ -5,8 +5,6 @@ A step computes tokens that a request has but whose keys and values are not yet 
 flight, no sequence exceeds `max_tokens`; if a stop ends a sequence, `apply` drops its token of the second batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

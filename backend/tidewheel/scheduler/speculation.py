@@ -5,8 +5,6 @@ there are those of plain steps as long as the drafts before them equal them (com
 from transformers via speculative decoding", 2023, whose rule of acceptance draws anew).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import heapq
 import math
 from collections import OrderedDict
@@ -30,7 +28,7 @@ class TokenBucket:
         self._level = self.burst
         self._filled_at = -math.inf
 
-    def inherit(self, other: TokenBucket) -> None:
+    def inherit(self, other: "TokenBucket") -> None:
         self._level, self._filled_at = min(other._level, self.burst), other._filled_at
 
     def level(self, now: float) -> float:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import errno
 import http.client  # httpx2 takes four times as long to import
@@ -25,7 +23,7 @@ class Endpoints:
     health: int = 0
     openai: int | None = None  # None: no gateway
 
-    def chosen(self) -> Endpoints:
+    def chosen(self) -> "Endpoints":
         """Return the ports, each 0 replaced by a distinct free one. Raise `ServeError` for a port in use."""
         with contextlib.ExitStack() as held:
             ports = {name: port for name, port in asdict(self).items() if name != "host" and port is not None}
@@ -45,7 +43,7 @@ class Endpoints:
         return {name: self.authority(getattr(self, name)) for name in ("grpc", "metrics", "health", "http")}
 
     @property
-    def triton(self) -> TritonHttp:
+    def triton(self) -> "TritonHttp":
         return TritonHttp(self.authority(self.http))
 
     @property

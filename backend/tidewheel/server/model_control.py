@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
@@ -124,7 +122,7 @@ class ControlSocket:
         self._closed = threading.Event()
         path.chmod(0o600)
 
-    def __enter__(self) -> ControlSocket:
+    def __enter__(self) -> "ControlSocket":
         threading.Thread(target=self._run, name="control", daemon=True).start()
         return self
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import threading
@@ -284,7 +282,7 @@ class HealthMonitor:
             except Exception as error:  # unknown is not ready
                 self._seen[name] = Readiness("stopped", f"{name} cannot be examined: {error}")
 
-    def __enter__(self) -> HealthMonitor:
+    def __enter__(self) -> "HealthMonitor":
         for thread in self._threads:
             thread.start()
         return self

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ctypes.util
 import importlib.util
 import math

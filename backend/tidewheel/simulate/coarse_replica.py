@@ -4,8 +4,6 @@ Between two events decode steps have the same rows, and their time is a sum in c
 arrival; reserves a request's whole cache at its start; no preemption, prefix cache, sessions or deadlines.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

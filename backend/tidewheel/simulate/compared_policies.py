@@ -1,7 +1,5 @@
 """Scaling policies to compare with the served ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

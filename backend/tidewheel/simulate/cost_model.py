@@ -8,8 +8,6 @@
 overhead + tokens · g of its shape.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -92,7 +90,7 @@ class CostModel:
         flops_per_s: float,
         launch_s: float,
         **facts: object,
-    ) -> CostModel:
+    ) -> "CostModel":
         """Return a roofline model from achieved rates, with two FLOPs per parameter and token."""
         reading_s = weights_bytes / bytes_per_s
         token_s = 2 * num_parameters / flops_per_s
@@ -107,7 +105,7 @@ class CostModel:
             **facts,  # type: ignore[arg-type]
         )
 
-    def with_cache(self, kv_cache_dtype: CacheDType) -> CostModel:
+    def with_cache(self, kv_cache_dtype: CacheDType) -> "CostModel":
         """Return the model with this KV cache; 8-bit elements mean less to read and more blocks."""
         if kv_cache_dtype == "auto":
             return self
@@ -152,7 +150,7 @@ class CostModel:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
 
     @classmethod
-    def load(cls, path: Path) -> CostModel:
+    def load(cls, path: Path) -> "CostModel":
         try:
             record = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
             if record.pop("schema", None) != SCHEMA:

@@ -1,7 +1,5 @@
 """Routers and scaling policies by name, and what a policy may learn from past days."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

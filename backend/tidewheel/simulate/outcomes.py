@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Sized
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Requests of a recording as a trace, with their recorded prompt and output lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -96,7 +94,7 @@ def replay(recording: Recording, scheduler: Scheduler) -> ReplayResult:
     return play(recording, EventPlayer(scheduler))
 
 
-def play(recording: Recording, player: EventPlayer) -> ReplayResult:
+def play(recording: Recording, player: "EventPlayer") -> ReplayResult:
     num_events, difference = 0, ""
     for num_events, event in enumerate(recording.events(), 1):
         if found := player.play(event):

@@ -8,8 +8,6 @@
 Recorded calls are played to a real scheduler, for figures that a recording leaves out.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path

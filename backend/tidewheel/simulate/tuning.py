@@ -5,8 +5,6 @@ the uncertainty: the 95 % interval of the paired difference, of the same request
 over blocks of consecutive requests (Künsch, 1989).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """JSON types that an argument may have by its schema, for formats that write strings without quotes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

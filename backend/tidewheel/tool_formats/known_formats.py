@@ -1,7 +1,5 @@
 """Texts around thoughts and calls of tools, as families of models write them, and the format of a chat template."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 

@@ -4,8 +4,6 @@ A field's annotation holds the function that writes it as text, then what reads 
 function, and arguments. Rates are per second, over the last `watch.WINDOW_S`. None: not known, or not yet.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -184,19 +182,19 @@ class ServerView(msgspec.Struct, kw_only=True):
     state: str
     reason: str
     summary: str = ""  # in a sentence
-    traffic: Traffic
-    classes: list[ClassLine]
-    tenants: list[TenantLine]
-    loras: list[LoraLine]  # adapters
-    cache: CacheLine
-    steps: StepLine
-    errors: list[ErrorLine]
-    gateway: GatewayLine | None = None
+    traffic: "Traffic"
+    classes: "list[ClassLine]"
+    tenants: "list[TenantLine]"
+    loras: "list[LoraLine]"  # adapters
+    cache: "CacheLine"
+    steps: "StepLine"
+    errors: "list[ErrorLine]"
+    gateway: "GatewayLine | None" = None
     gateway_problem: str = ""
-    requests: list[RequestLine] = []  # the oldest
+    requests: "list[RequestLine]" = []  # the oldest
     num_sequences: int = 0  # unfinished, of all requests
     requests_note: str = ""  # why `requests` is empty
-    ranks: list[RankLine] = []  # of engines of several processes
+    ranks: "list[RankLine]" = []  # of engines of several processes
 
 
 class Traffic(msgspec.Struct, kw_only=True):

@@ -6,8 +6,6 @@ Claude Code and Codex by 43 developers. A lognormal has the published median and
 prompts and the spread of outputs are assumptions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Arrival times, in seconds from the start."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate, repeat, takewhile
 

@@ -15,8 +15,6 @@ ctdunlap32/data-center-flexibility-resource-adequacy on GitHub:
 Gamma gaps with 5 times Poisson's variance fit the last line. The strength of days and bursts is assumed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -34,7 +32,7 @@ class Lengths:
     maximum: int = 1 << 20
 
     @classmethod
-    def parse(cls, text: str, *, name: str) -> Lengths:
+    def parse(cls, text: str, *, name: str) -> "Lengths":
         """Parse a distribution such as ``lognormal:128:1.0:4096``. Raise `ConfigError` with `name`."""
         kind, *numbers = text.split(":")
         if kind not in KINDS:

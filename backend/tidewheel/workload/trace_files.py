@@ -21,8 +21,6 @@ CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset o
 (Wang and others, arXiv 2401.17644), with seconds and without failed rows, are read too.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ class Trace:
     @classmethod
     def of(
         cls, arrivals: npt.ArrayLike, prompt_tokens: npt.ArrayLike, output_tokens: npt.ArrayLike, **others: Any
-    ) -> Trace:
+    ) -> "Trace":
         """Return a trace. Absent arrays mean class NORMAL, and no tenants, sessions, prefixes or deadlines."""
         values: dict[str, Any] = {name: np.full(np.size(arrivals), value) for name, value in _DEFAULTS.items()}
         values |= {"arrivals": arrivals, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens, **others}
@@ -98,24 +96,24 @@ class Trace:
     def max_num_tokens(self) -> int:
         return int((self.prompt_tokens + self.output_tokens).max())
 
-    def at_rate(self, rate: float) -> Trace:
+    def at_rate(self, rate: float) -> "Trace":
         """Return the requests with arrivals stretched to another rate. Raise `ConfigError` if all arrive at once."""
         if not self.rate:
             raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
 
-    def without_text(self, kind: Kind) -> Trace:
+    def without_text(self, kind: Kind) -> "Trace":
         """Return the requests as those of a one-shot model, whose prompts are items, or with outputs as steps."""
         ones, names = np.ones_like(self.output_tokens), tuple(name or "-" for name in self.bucket_names)
         changes: dict[str, Any] = {"output_tokens" if kind == "one_shot" else "prompt_tokens": ones}
         return dataclasses.replace(self, bucket_names=names, **changes)
 
-    def at_once(self, count: int) -> Trace:
+    def at_once(self, count: int) -> "Trace":
         columns: dict[str, Any] = {"arrivals": np.zeros(count), "pauses": np.full(count, np.nan)}
         columns |= dict.fromkeys(_LIMITS, np.full(count, np.inf))
         return dataclasses.replace(self._rows(np.arange(count) % len(self)), **columns)
 
-    def taken(self, chosen: BoolArray) -> Trace:
+    def taken(self, chosen: BoolArray) -> "Trace":
         """Return the chosen requests, the first at 0. A turn without an earlier one comes at its own arrival."""
         trace = self._rows(np.flatnonzero(chosen))
         sessions, turns = np.unique(trace.sessions, return_index=True)
@@ -123,7 +121,7 @@ class Trace:
         pauses[turns[sessions != NOBODY]] = np.nan
         return dataclasses.replace(trace, arrivals=trace.arrivals - trace.arrivals[0], pauses=pauses)
 
-    def _rows(self, index: npt.NDArray[np.intp]) -> Trace:
+    def _rows(self, index: npt.NDArray[np.intp]) -> "Trace":
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         columns: dict[str, Any] = {n: value[index] for n, value in values.items() if isinstance(value, np.ndarray)}
         return dataclasses.replace(self, **columns)

@@ -7,8 +7,6 @@
 A row's name is model and QoS class; the names of TTFT and TPOT begin with the request type. Times are milliseconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

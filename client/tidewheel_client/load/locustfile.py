@@ -1,7 +1,5 @@
 """Locust file for a Tidewheel server (docs/clients.md); `load_options.py` explains the statistics."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from typing import Any

@@ -4,8 +4,6 @@ HTTP users send with `requests`: locust's FastHttpUser waits for a kilobyte, and
 an event.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

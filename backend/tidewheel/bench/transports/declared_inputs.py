@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ class DeclaredInputs(NamedTuple):
     is_decoupled: bool
 
     @classmethod
-    def of(cls, name: str, inputs: Iterable[str], max_batch_size: int, *, is_decoupled: bool) -> DeclaredInputs:
+    def of(cls, name: str, inputs: Iterable[str], max_batch_size: int, *, is_decoupled: bool) -> "DeclaredInputs":
         """Raise `BenchError` without an input for prompts."""
         declared = cls(frozenset(inputs), max_batch_size > 0, is_decoupled)
         if not declared.inputs & {"input_ids", "text_input"}:

@@ -1,7 +1,5 @@
 """Requests of one-shot models: one item of given tensors, or of random numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

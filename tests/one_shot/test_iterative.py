@@ -25,7 +25,7 @@ from tidewheel.frontend.output import Response
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.tensor_reader import TensorOutputs, TensorReader, encode_png
 from tidewheel.one_shot.adapters import with_kind
-from tidewheel.one_shot.iterative import IterativeRunner
+from tidewheel.one_shot.runner import IterativeRunner
 from tidewheel.one_shot.shared_tensors import PackedTensors
 from tidewheel.one_shot.signature import Arrays, Signature, StepOffer, StepOptions, TensorSpec
 from tidewheel.request import FinishReason, Request

@@ -1,25 +1,31 @@
+"""Runners of models without tokens, of one step or many, which stand where `ModelRunner` stands."""
+
 import itertools
 import logging
 import math
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
 
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
-from tidewheel.errors import ModelFailed, NumericError, TidewheelError
+from tidewheel.errors import ConfigError, ModelFailed, NumericError, TidewheelError
 from tidewheel.one_shot.adapters import Adapter, load_adapter
 from tidewheel.one_shot.signature import DTYPES, Array, Arrays, Signature, TensorSpec
 from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 
+if TYPE_CHECKING:
+    from tidewheel.one_shot.diffusion import Denoising, Pipeline
+
 log = logging.getLogger(__name__)
 
-_BLOCKS_PER_ROW = 64  # so that blocks are not short while steps that ended wait for a slow one before them
+BLOCKS_PER_ROW = 4  # of a model that takes many steps
+_ONE_SHOT_BLOCKS = 64  # of a row, so that blocks are not short while steps that ended wait for a slow one before them
 _MAX_REASON_CHARS = 300
 _MAX_ROOM_BYTES = 64 << 20  # kept for the next batch
 _T = TypeVar("_T")
@@ -40,7 +46,7 @@ class FinishedRun(NamedTuple):
 
 
 class OneShotRunner:
-    """Runner of one-shot requests, which stands where `ModelRunner` stands: each step runs a batch of new requests.
+    """Runner of one-shot requests: each step runs a batch of new requests.
 
     A request takes its outputs or its error. If a batch fails, each of its requests is tried alone, once.
     """
@@ -61,7 +67,7 @@ class OneShotRunner:
             max_num_seqs=num_rows,
             max_num_batched_tokens=max_items,
             block_size=max_items + 1,
-            num_blocks=_BLOCKS_PER_ROW * num_rows,
+            num_blocks=_ONE_SHOT_BLOCKS * num_rows,
             weights_bytes=adapter.weights_bytes,
             signature=signature,
         )
@@ -79,24 +85,17 @@ class OneShotRunner:
         """Warn of an item that takes longer than a slice; it is one of zeros, unless only requests tell its size."""
         sizes, slice_ms = self._signature.buckets, self._config.device_slice_ms
         try:
-            inputs = {
-                spec.name: np.zeros(
-                    [
-                        1 if axis == spec.batch_axis or dim in sizes else int(dim)
-                        for axis, dim in enumerate(spec.dims)
-                    ],
-                    DTYPES[spec.dtype],
-                )
-                for spec in self._signature.inputs
-            }
+            inputs = {}
+            for spec in self._signature.inputs:
+                dims = [1 if axis == spec.batch_axis else dim for axis, dim in enumerate(spec.dims)]
+                shape = [1 if dim in sizes else int(dim) for dim in dims]
+                inputs[spec.name] = np.zeros(shape, DTYPES[spec.dtype])
             item_ms = 1e3 * min(timeit.repeat(lambda: self._run([inputs]), number=1, repeat=3))
         except Exception as error:
             log.info("an item of zeros was not run: %s", reason_of(error))
             return
         if 0.0 < slice_ms < item_ms:
-            text = (
-                "one item takes %.0f ms, longer than a slice (device_slice_ms %g): other engines of the device wait"
-            )
+            text = "one item takes %.0f ms, longer than a slice (device_slice_ms %g): other engines wait"
             log.warning(text, item_ms, slice_ms)
 
     def launch(self, batch: ScheduledBatch) -> FinishedRun:
@@ -176,6 +175,84 @@ class OneShotRunner:
         }
 
 
+class Progress:
+    """Model state and step count of a request, kept while it is preempted."""
+
+    def __init__(self, model: "Pipeline", request: Request) -> None:
+        self._model, self._options = model, request.step_options
+        self.state = model.prepare(request.inputs or {}, request.seed, self._options)
+        self.num_steps = 0
+
+    @property
+    def has_output(self) -> bool:
+        """Return whether a preview or the result follows the last step."""
+        every = self._options.preview_every
+        return self.num_steps == self._options.steps or bool(every and self.num_steps % every == 0)
+
+    def with_step(self, outputs: Arrays) -> Arrays:
+        return {**outputs, "step": np.array([self.num_steps], np.int32)}
+
+    def deadline_outputs(self) -> Arrays | None:
+        """Return the preview at a deadline; None: an error."""
+        if self._options.on_deadline == "error" or not self.num_steps:
+            return None
+        try:
+            return self.with_step(self._model.decode([self.state])[0])
+        except Exception as error:
+            log.warning("the preview at a deadline failed: %s", reason_of(error))
+            return None
+
+
+class IterativeRunner:
+    """Runner of models that take many steps, such as diffusion pipelines: each scheduled row computes one step.
+
+    If a batch fails, each of its requests is tried alone, once.
+    """
+
+    def __init__(self, model: "Pipeline", config: EngineConfig, load_seconds: float = 0.0) -> None:
+        self._model = model
+        self._rows: dict[int, Request] = {}
+        num_rows, num_slots = min(config.max_num_seqs, config.max_num_batched_tokens), model.offer.max_steps + 1
+        self.info = RunnerInfo(
+            model=config.model, architecture=config.adapter, device=model.device,
+            max_model_len=num_slots, max_num_seqs=num_rows, max_num_batched_tokens=num_rows, block_size=num_slots,
+            num_blocks=BLOCKS_PER_ROW * num_rows, weights_bytes=model.weights_bytes, load_seconds=load_seconds,
+            signature=model.signature, offer=model.offer,
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Self:
+        """Load the model. Raise `ConfigError`."""
+        begin = time.monotonic()
+        if config.batch_axes != "{}" or config.buckets != "{}":
+            raise ConfigError(f"batch_axes and buckets do not go with adapter {config.adapter}: leave them out")
+        model: Any = load_adapter(config)[0]
+        return cls(model, config, time.monotonic() - begin)
+
+    def launch(self, batch: ScheduledBatch) -> FinishedRun:
+        """Compute a step of each request, and the previews and results that follow."""
+        for row in batch.freed_rows.tolist():
+            self._rows.pop(row, None)
+        self._rows |= {new.row: new.request for new in batch.new_rows}
+        requests = [self._rows[row] for row in batch.rows.tolist()]
+        for request in requests:
+            if request.progress is None:
+                for _, progress in each_of([request], lambda new: [Progress(self._model, new[0])]):
+                    request.progress, request.inputs = progress, None
+        self._advance([request for request in requests if request.error is None])
+        return FinishedRun.of(batch.step_id, requests)
+
+    def _advance(self, requests: Sequence[Request]) -> None:
+        for request, is_finite in each_of(requests, lambda group: self._model.step(_states(group))):
+            request.progress.num_steps += 1
+            if not is_finite:
+                step = f"step {request.progress.num_steps}"
+                request.error = NumericError(f"{step} is not finite (NaN or infinite); only this request is affected")
+        shown = [request for request in requests if request.error is None and request.progress.has_output]
+        for request, outputs in each_of(shown, lambda group: self._model.decode(_states(group))):
+            request.outputs = request.progress.with_step(outputs)
+
+
 def each_of(requests: Sequence[Request], work: Callable[[Sequence[Request]], list[_T]]) -> list[tuple[Request, _T]]:
     """Return the results of requests together or, if that fails, of each alone, which takes its error."""
     try:
@@ -203,3 +280,7 @@ def _part(spec: TensorSpec, array: Array, begin: int, end: int) -> Array:
 
 def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_CHARS]}"
+
+
+def _states(requests: Sequence[Request]) -> "list[Denoising]":
+    return [request.progress.state for request in requests]

@@ -13,7 +13,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.one_shot.adapters import with_kind
-from tidewheel.one_shot.iterative import BLOCKS_PER_ROW
+from tidewheel.one_shot.runner import BLOCKS_PER_ROW
 from tidewheel.record.recorded_events import StepFeatures
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel

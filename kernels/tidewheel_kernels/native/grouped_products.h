@@ -137,7 +137,7 @@ INLINE void multiply_tile(
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) part[r][c] = *(const floats *)(total[r] + c * LANES);
     /* With little arithmetic the processor fetches ahead itself, and slower if told to fetch far. */
-    const int64_t ahead = num_rows <= bits / 4 ? NEAR : AHEAD;
+    const int64_t ahead = chunk.num_tiles == 1 && num_rows <= bits / 4 ? NEAR : AHEAD;
     int64_t next_fetch = chunk.first_group + chunk.tile;
     for (int64_t group = chunk.first_group; group < chunk.end_group; group++) {
         if (group == next_fetch) {
@@ -221,7 +221,7 @@ INLINE Rows rows_from(Rows x, int64_t row) {
     return (Rows){x.codes + group * GROUP, x.scales + group, x.sums + group, x.starts + group, x.num_groups};
 }
 
-/* Multiply at most BLOCK_ROWS rows. */
+/* Multiply at most BLOCK_ROWS rows, in tiles of nearly as many: one of a single row would unpack codes for it alone. */
 INLINE void multiply_rows(
     Matrix w, Rows x, float total[][TILE_OUTPUTS], int64_t num_rows, int64_t num_vectors, const int bits) {
     const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS, length = num_tiles > 1 ? CHUNK : x.num_groups;
@@ -229,9 +229,9 @@ INLINE void multiply_rows(
     for (int64_t first = 0; first < x.num_groups; first += length) {
         const int64_t end = first + length < x.num_groups ? first + length : x.num_groups;
         for (int64_t tile = 0; tile < num_tiles; tile++) {
-            const int64_t row = tile * TILE_ROWS, count = num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS;
+            const int64_t row = tile * num_rows / num_tiles, next_row = (tile + 1) * num_rows / num_tiles;
             const Chunk chunk = {first, end, tile, num_tiles};
-            multiply_any_tile(w, rows_from(x, row), chunk, total + row, count, num_vectors, bits);
+            multiply_any_tile(w, rows_from(x, row), chunk, total + row, next_row - row, num_vectors, bits);
         }
     }
 }

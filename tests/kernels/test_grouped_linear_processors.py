@@ -33,3 +33,14 @@ def test_as_the_reference(bits: Bits, has_minimums: bool, num_rows: int, group_s
     x = drawn(num_rows, 384)
     found = grouped_linear_native(x, LaneWeights(weights), None)
     assert_close("product", grouped_linear_reference(round_inputs(x), weights, None), found, RATIO[torch.float32])
+
+
+@pytest.mark.usefixtures("_processor")
+@BITS
+@MINIMUMS
+def test_a_row_is_the_same_with_any_number_beside_it(bits: Bits, has_minimums: bool) -> None:
+    weights = LaneWeights(drawn_weights(75, 384, bits, has_minimums=has_minimums))
+    x = drawn(10, 384)
+    alone = torch.cat([grouped_linear_native(row, weights, None) for row in x.split(1)])
+    for num_rows in range(2, 11):
+        assert torch.equal(grouped_linear_native(x[:num_rows], weights, None), alone[:num_rows]), num_rows

@@ -34,7 +34,7 @@ from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.one_shot.adapters import load_adapter, with_kind
-from tidewheel.one_shot.remote import RemoteRunner
+from tidewheel.one_shot.runner import RemoteRunner
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors
 from tidewheel.simulate.replay import Recording, replay, scheduler_of
 

@@ -16,8 +16,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.one_shot.remote import RemoteRunner
-from tidewheel.one_shot.runner import IterativeRunner, OneShotRunner
+from tidewheel.one_shot.runner import IterativeRunner, OneShotRunner, RemoteRunner
 from tidewheel.record.recorder import BUFFER_BYTES, Recorder, RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig

@@ -23,7 +23,7 @@ from tidewheel.engine.requests import to_requests
 from tidewheel.engine.shared_device import UnsharedDevice
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
-from tidewheel.one_shot.remote import RemoteRunner
+from tidewheel.one_shot.runner import RemoteRunner
 from tidewheel.one_shot.shared_tensors import remove_unread, sweep_kept
 from tidewheel.request import FinishReason
 from tidewheel.runner.grammar_compiler import GrammarCompiler

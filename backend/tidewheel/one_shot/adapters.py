@@ -10,7 +10,7 @@ import msgspec
 
 from tidewheel.config import REMOTE, EngineConfig, Kind
 from tidewheel.errors import ConfigError
-from tidewheel.one_shot.signature import Arrays, Signature
+from tidewheel.one_shot.signature import Arrays, Signature, TensorSpec
 from tidewheel.regular_files import open_regular, parse_object
 from tidewheel.settings import nearest
 
@@ -43,7 +43,7 @@ ADAPTERS: Mapping[str, AdapterKind] = {
     "tensorrt": AdapterKind("tidewheel.one_shot.tensorrt_plan", "tensorrt", "model.plan"),
     "encoder": AdapterKind("tidewheel.one_shot.encoder", "", has_options=True),
     "diffusers": AdapterKind("tidewheel.one_shot.diffusion", "diffusers", has_options=True, kind="iterative"),
-    REMOTE: AdapterKind("tidewheel.one_shot.remote", "", has_options=True),
+    REMOTE: AdapterKind(__name__, "", has_options=True),
 }
 DEFAULTS: Mapping[str, object] = {
     "enable_prefix_caching": False, "cache_aware_order": False, "async_scheduling": False,
@@ -90,6 +90,23 @@ def load_adapter(config: EngineConfig) -> tuple[Adapter, Signature]:
         text = " ".join(str(error).split())[:_MAX_REASON_CHARS] + " (is it whole?)" * (not isinstance(error, OSError))
         raise ConfigError(f"{path} cannot be loaded by {config.adapter}: {text}") from None
     return adapter, adapter.signature.with_settings(axes, buckets)
+
+
+class RemoteTensors(msgspec.Struct, forbid_unknown_fields=True):
+    """Tensors of a model that another backend of the server runs, which are taken from `config.pbtxt`."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def load(_: Path, config: EngineConfig) -> Adapter:
+    """Return the signature of a model that another backend runs: front ends call it."""
+    if config.buckets != "{}":
+        raise ConfigError(f"buckets is {config.buckets}: adapter {config.adapter} pads no tensors, leave it out")
+    if config.adapter_options == "{}":
+        raise ConfigError(f"model is {config.model!r}, whose config.pbtxt lacks input or output: declare both here")
+    tensors = converted(config.adapter_options, "adapter_options", RemoteTensors)
+    return Adapter(Signature(tensors.inputs, tensors.outputs), "another backend", 0, dict)
 
 
 def print_signature() -> None:

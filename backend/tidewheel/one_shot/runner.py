@@ -5,7 +5,7 @@ import logging
 import math
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -173,6 +173,31 @@ class OneShotRunner:
             spec.name: outputs[spec.name][tuple(slice(sizes.get(str(dim))) for dim in spec.dims)]
             for spec in self._signature.outputs
         }
+
+
+class RemoteBatch(NamedTuple):
+    """Requests that front ends run. Each ends by its report, or by a cancel."""
+
+    step_id: int
+    requests: list[Request]
+
+    @property
+    def is_done(self) -> bool:
+        return all(one.is_finished for one in self.requests)
+
+    def wait(self) -> SampledTokens:
+        return SampledTokens(self.step_id, np.zeros(len(self.requests), np.int32))
+
+
+class RemoteRunner(OneShotRunner):
+    """Runner of batches in front ends, any number at a time: they call a model that another backend runs."""
+
+    run: Callable[[Iterable[str]], None]  # by ids of requests; set by the engine's server
+
+    def launch(self, batch: ScheduledBatch) -> RemoteBatch:  # type: ignore[override]
+        requests = [new.request for new in batch.new_rows]
+        self.run(one.request_id for one in requests)
+        return RemoteBatch(batch.step_id, requests)
 
 
 class Progress:

@@ -40,7 +40,7 @@ from tidewheel.gateway.bodies import UpstreamRequest, read_chat
 from tidewheel.gateway.output_parser import Reasoning
 from tidewheel.grammar import TokenGrammar
 from tidewheel.runner.grammar_compiler import GrammarCompiler
-from tidewheel.tool_formats.known_formats import CALL_MARKS, SILENT_MARKS, THOUGHT_MARKS
+from tidewheel.tool_formats import CALL_MARKS, SILENT_MARKS, THOUGHT_MARKS
 from tidewheel_client import Chunk
 
 NUM_RUNS = 500  # of each case

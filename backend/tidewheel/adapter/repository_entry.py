@@ -67,7 +67,7 @@ def read_entry(name: str, folder: Path, version: str, config: Mapping[str, Any])
         name=name,
         folder=folder,
         version=version,
-        parameters=_parameters(config),
+        parameters={key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()},
         model_json=read_object(folder / version / MODEL_JSON),
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         has_native_queue="dynamic_batching" in config,
@@ -193,10 +193,6 @@ def _tensor(tensor: Mapping[str, Any], first_sizes: list[int]) -> tuple[object, 
     sizes = enumerate([*first_sizes, *map(int, tensor["dims"])])
     dims = [f"{name}.{axis}" if size < 0 else size for axis, size in sizes]
     return name, "BYTES" if data_type == "STRING" else data_type, dims
-
-
-def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()}
 
 
 def _read_pbtxt(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tidewheel.private_dir import private_dir, run_dir
 from tidewheel_process.handle import start_ticks
 
 _FOLDER = "front_ends"
+_COUNT = b"%08d "  # of open requests, before the model's name
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -31,7 +32,7 @@ class Presence:
         _sweep(folder)
         self._path = _path(folder, os.getpid(), start_ticks(os.getpid()))
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.write(self._descriptor, _count(0) + model.encode())
+        os.write(self._descriptor, _COUNT % 0 + model.encode())
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -39,7 +40,7 @@ class Presence:
     def count(self, change: int) -> None:
         with self._lock, contextlib.suppress(OSError):
             self._num_open += change
-            os.pwrite(self._descriptor, _count(self._num_open), 0)
+            os.pwrite(self._descriptor, _COUNT % self._num_open, 0)
 
 
 def read_mark(pid: int, start_ticks: int) -> PresenceMark | None:
@@ -59,10 +60,6 @@ def _sweep(folder: Path) -> None:
 
 def _path(folder: Path, pid: int, start_ticks: int | None) -> Path:
     return folder / f"{pid}-{start_ticks}"
-
-
-def _count(number: int) -> bytes:
-    return b"%08d " % number
 
 
 def is_stub() -> bool:

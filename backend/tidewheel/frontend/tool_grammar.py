@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
+from tidewheel import tool_formats as formats
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.chat import CallRules
 from tidewheel.frontend.coercion import show
 from tidewheel.grammar import Grammar, GrammarKind, check_bounds, check_options, read_plainly
-from tidewheel.tool_formats import known_formats as formats
-from tidewheel.tool_formats.argument_types import NOTES, alternatives, has_type, own_types, types_of, values_of
+from tidewheel.tool_formats import NOTES, alternatives, has_type, own_types, types_of, values_of
 
 _MARKS = (*formats.CALL_MARKS, *formats.SILENT_MARKS, *formats.MORE_THOUGHT_MARKS)
 _NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from tidewheel import tool_formats as formats
 from tidewheel.gateway.tagged_arguments import MarkFinder, TaggedArguments
-from tidewheel.tool_formats import known_formats as formats
-from tidewheel.tool_formats.known_formats import CALL_MARKS, MORE_THOUGHT_MARKS, THOUGHT_MARKS, CallMark
+from tidewheel.tool_formats import CALL_MARKS, MORE_THOUGHT_MARKS, THOUGHT_MARKS, CallMark
 from tidewheel_client.errors import InvalidRequest
 
 Reasoning = Literal["tagged", "always", "off"]  # always: the template opens the tag

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from tidewheel.tool_formats.argument_types import STRING, Schema, has_type, types_of
-from tidewheel.tool_formats.known_formats import Tags
+from tidewheel.tool_formats import STRING, Schema, Tags, has_type, types_of
 
 _NOTHING = "(?!)"  # matches no text
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # chat templates may write values as Python does

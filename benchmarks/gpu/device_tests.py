@@ -25,7 +25,7 @@ KERNELS, GRAPHS = "tests of the kernels", "tests marked gpu"
 NOT_RUN = ("test_aot.py", "test_smoke.py")
 MARKED = (  # elsewhere
     "runner/test_decode_graphs_gpu.py", "runner/test_deterministic.py", "runner/test_warm_up.py",
-    "models/test_weight_stream.py", "models/test_bf16_parity.py",
+    "runner/test_symmetric_collectives_gpu.py", "models/test_weight_stream.py", "models/test_bf16_parity.py",
 )  # fmt: skip
 SHARDS = {
     "test_attention.py": 10,

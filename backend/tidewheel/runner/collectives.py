@@ -3,25 +3,31 @@
 import ctypes
 import fcntl
 import functools
+import itertools
+import logging
 import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from mmap import mmap
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, _register_process_group
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.shard import Collectives
+
+log = logging.getLogger(__name__)
 
 PIECE = 1 << 20  # bytes of a rank that one exchange takes
 SPIN_S = 30e-6  # longest wait without sleep: to be woken takes 15 us
 SLICE_S = 0.02  # sleep between two looks at whether a rank is lost
 _LINE = 64  # bytes of a semaphore and its padding
+SYMMETRIC_SIZE = 2 << 20  # most elements of a sum: 4 MiB, the least of vLLM's SYMM_MEM_ALL_REDUCE_MAX_SIZES
+_mappings = itertools.count(1)  # of this process: torch numbers them, and ranks must have the same number
 # POSIX has semaphores order memory between processes. A call that cannot wait takes less time than giving up the GIL.
 _waiting, _brief = ctypes.CDLL(None), ctypes.PyDLL(None)
 _init, _post, _try_wait = _brief.sem_init, _brief.sem_post, _brief.sem_trywait
@@ -128,12 +134,13 @@ class NcclCollectives(Collectives):
     def __init__(self, memory: int, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Wait for all ranks, which meet in an empty file. `timeout_s`: of this, and of each operation."""
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else other machines can reach the sockets of its start
-        timeout, self._num_ranks = timedelta(seconds=timeout_s), num_ranks
-        store = FileStore(f"/proc/self/fd/{os.dup(memory)}", num_ranks)  # NCCL may open it later too: it stays open
-        store.set_timeout(timeout)
+        timeout, self._rank, self._num_ranks = timedelta(seconds=timeout_s), rank, num_ranks
+        path = f"/proc/self/fd/{os.dup(memory)}"  # NCCL may open it later too: it stays open
+        self._store = FileStore(path, num_ranks)
+        self._store.set_timeout(timeout)
         options: Any = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        self._group: Any = distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
+        self._group: Any = distributed.ProcessGroupNCCL(self._store, rank, num_ranks, options)
 
     def limit(self, timeout_s: float) -> None:
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
@@ -149,3 +156,56 @@ class NcclCollectives(Collectives):
 
     def broadcast(self, x: torch.Tensor) -> None:
         self._group.broadcast([x]).wait()
+
+
+class SymmetricCollectives(NcclCollectives):
+    """GPUs that sum small bfloat16 tensors in torch's symmetric memory, if all can: buffers that every rank maps.
+
+    One rank adds an element's parts and writes the sum to all: the same bits. A sum waits for ranks without a limit.
+    """
+
+    def __init__(self, memory: int, rank: int, num_ranks: int, timeout_s: float, device: str = "cuda") -> None:
+        super().__init__(memory, rank, num_ranks, timeout_s)
+        self._buffer, reason = torch.empty(0, dtype=torch.bfloat16, device=device), ""
+        for step in (functools.partial(next, _mappings), self._map, self._compare):
+            try:
+                value = int(step())
+            except Exception as error:  # of any kind: other ranks wait for this one's value
+                value, reason = 0, f"{type(error).__name__}: {error}".partition("\n")[0]
+            values = self.all_gather(torch.tensor([value], device=device))
+            if not value or (values != value).any():
+                self._buffer = self._buffer[:0]
+                log.info("all sums by NCCL: %s", reason or "another rank cannot map memory, or sums differ")
+                return
+        log.info("sums of up to %d bytes by %s, others by NCCL", self._buffer.nbytes, self._add.__name__)
+
+    def _map(self) -> int:
+        """Map a buffer of each rank, at addresses that graphs can hold. Return 1, or 2 if sums are by multicast."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        if (capability := torch.cuda.get_device_capability()) < (8, 0):
+            raise RuntimeError("GPUs need compute capability 8.0")
+        self._store.set_timeout(timedelta(seconds=30))  # for a rank that has failed
+        self._members = distributed.ProcessGroup(self._store, self._rank, self._num_ranks)
+        self._name = cast(Any, os.urandom(8).hex())
+        _register_process_group(self._name, self._members)  # keeps no reference
+        self._buffer = symmetric_memory.empty(SYMMETRIC_SIZE, dtype=torch.bfloat16, device=self._buffer.device)
+        has_multicast = symmetric_memory.rendezvous(self._buffer, self._name).multicast_ptr != 0
+        uses_multicast = has_multicast and self._num_ranks >= (4 if capability < (10, 0) else 6)  # as in vLLM
+        self._add = getattr(torch.ops.symm_mem, "multimem_all_reduce_" if uses_multicast else "two_shot_all_reduce_")
+        return 1 + uses_multicast
+
+    def _compare(self) -> bool:
+        """Return whether sums are NCCL's but for rounding, and the same on all ranks."""
+        ours = torch.linspace(1, 2 + self._rank, len(self._buffer), dtype=torch.bfloat16, device=self._buffer.device)
+        theirs = ours.clone()
+        self.all_reduce(ours)
+        super().all_reduce(theirs)
+        are_equal = bool((self.all_gather(ours) == ours).all())
+        return are_equal and torch.allclose(ours, theirs, rtol=self._num_ranks * torch.finfo(ours.dtype).eps, atol=0)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        if x.dtype == torch.bfloat16 and 0 < x.numel() <= len(self._buffer) and x.nbytes % 16 == 0:
+            x.view(-1).copy_(self._add(self._buffer[: x.numel()].copy_(x.view(-1)), "sum", self._name))
+        else:
+            super().all_reduce(x)

@@ -33,7 +33,7 @@ from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.models.lora_folder import LoraWeights
 from tidewheel.models.shard import Collectives, Shard
-from tidewheel.runner.collectives import MemoryCollectives, NcclCollectives, RankLost, create_memory
+from tidewheel.runner.collectives import MemoryCollectives, RankLost, SymmetricCollectives, create_memory
 from tidewheel.runner.device import check_ranks_fit, num_cores, uses_gpus
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingStep
@@ -250,7 +250,7 @@ def join_group(config: EngineConfig, rank: int, memory: int, lost: Callable[[], 
     num_ranks, limit_s = config.tensor_parallel_size, config.engine_start_timeout_s
     if uses_gpus(config):
         torch.cuda.set_device(torch.device("cuda", rank))
-        return NcclCollectives(memory, rank, num_ranks, limit_s)
+        return SymmetricCollectives(memory, rank, num_ranks, limit_s)
     if config.num_threads is None:
         torch.set_num_threads(max(num_cores() // num_ranks, 1))
     return MemoryCollectives(memory, rank, num_ranks, limit_s, lost)

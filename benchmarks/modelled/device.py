@@ -13,6 +13,7 @@ from tidewheel.runner.accelerator import CapturedGraph
 from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.loading import RunnerParts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
 
@@ -137,7 +138,7 @@ def modelled_runner(
         load_seconds=0.0,
     )  # fmt: skip
     cache = BlockTransfers(KVTensors(layout, num_blocks, device.device))
-    runner = ModelRunner(model, cache, info, device.device, device)
+    runner = ModelRunner(RunnerParts(model, layout, info, device.device), cache, device)
     runner.capture(GraphSizes(graph_sizes), lambda _stage, _fraction: None)
     device.busy.clear()
     device.free_at = 0.0

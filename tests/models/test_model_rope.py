@@ -10,7 +10,14 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import RopeConfig, cos_sin_table, inverse_frequencies, parse_rope
+from tidewheel.models.architectures import (
+    NATIVE,
+    RopeConfig,
+    cos_sin_table,
+    inverse_frequencies,
+    parse_config,
+    parse_rope,
+)
 from tidewheel.models.config_fields import ConfigFields
 
 HEAD_DIM = 128
@@ -92,8 +99,15 @@ def test_both_spellings_say_the_same() -> None:
     assert parse_rope(ConfigFields(fields, "config.json")) == parsed(LLAMA3)
 
 
-def test_yarn_extends_the_context() -> None:
-    assert parsed(YARN, context=32768).extended_context == 131072
+@pytest.mark.parametrize(("kind", "context"), [("yarn", 131072), ("linear", 32768)])
+def test_yarn_alone_extends_the_context(kind: str, context: int) -> None:
+    fields = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32768,
+        "rope_parameters": {**YARN, "rope_type": kind},
+    }  # fmt: skip
+    config = parse_config(ConfigFields(fields, "config.json"), NATIVE["LlamaForCausalLM"])
+    assert config.context_length == context
 
 
 @pytest.mark.parametrize(

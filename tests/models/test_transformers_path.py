@@ -15,7 +15,7 @@ from support.models import tiny_models
 from support.models.loading import loaded
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM
+from tidewheel.models.causal_lm import CausalLM, ModelShape
 from tidewheel.models.transformers_model import IMPLEMENTATION, AttentionCall, attending, probe
 
 CPU = torch.device("cpu")
@@ -173,13 +173,14 @@ def dummy_gpt2() -> transformers.GPT2LMHeadModel:
 
 
 @torch.inference_mode()
-def probed(model: transformers.GPT2LMHeadModel) -> tuple[list[tuple[int, int]], int]:
+def probed(model: transformers.GPT2LMHeadModel) -> ModelShape:
     return probe(model, "GPT2LMHeadModel", CPU)
 
 
 def test_the_probe_finds_attention_that_differs_from_the_model_s_own() -> None:
     model = dummy_gpt2()
-    assert probed(model) == ([(4, 16)] * 2, tiny_models.VOCAB_SIZE)
+    hidden_size = model.config.hidden_size
+    assert probed(model) == ModelShape(2, 4, 16, tiny_models.VOCAB_SIZE, hidden_size, 4 * hidden_size)
     model.transformer.h[1].attn = ScaledAttention(model.transformer.h[1].attn, "eager")
     with pytest.raises(ConfigError, match="paged attention changes its logits by"):
         probed(model)

@@ -128,11 +128,11 @@ def test_a_kernel_that_is_compiled_while_serving_is_told(
     monkeypatch.setattr(device, "_run_a_kernel", lambda device: None)
     monkeypatch.setattr("triton.knobs.runtime.jit_cache_hook", None)  # and afterwards
     stages: list[str] = []
-    log = prepare_kernels(CUDA, lambda stage, _: stages.append(stage))
+    log = prepare_kernels(CUDA)
     assert log is not None
     compile_one(log, "early", cache_hit=False)
     with caplog.at_level(logging.INFO):
-        log.begin_serving()
+        log.begin_serving(lambda stage, _: stages.append(stage))
         assert "kernels: 1 compiled, 0 loaded from the cache" in caplog.text
         assert not stages
         compile_one(log, "late", cache_hit=False)

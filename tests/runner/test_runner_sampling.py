@@ -206,9 +206,9 @@ def test_no_logprobs_without_being_asked(runner: ModelRunner) -> None:
 
 def test_logits_that_are_not_finite_end_one_request_only(config: EngineConfig, runner: ModelRunner) -> None:
     poisoned = 11
-    model = load_parts(config, no_progress).model
-    model.embedding.weight[poisoned] = float("nan")
-    runner = ModelRunner(model, BlockTransfers(runner.kv), runner.info, torch.device("cpu"))
+    parts = load_parts(config, no_progress)
+    parts.model.embedding.weight[poisoned] = float("nan")
+    runner = ModelRunner(parts._replace(info=runner.info), BlockTransfers(runner.kv))
     prompts = [np.array([1, 2, 3], dtype=np.int32), np.array([4, poisoned, 6], dtype=np.int32)]
     asked = replace(GREEDY, logprobs=1)
     sampled = first_step(runner, [request(f"{i}", prompt, 3, asked) for i, prompt in enumerate(prompts)])

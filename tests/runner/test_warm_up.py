@@ -29,6 +29,7 @@ from tidewheel.runner import model_runner
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.loading import RunnerParts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.warm_up import warm_up, warm_up_batches
 from tidewheel.sampling import SamplingParams
@@ -85,7 +86,8 @@ def runner(name: str) -> ModelRunner:
     layout = CacheLayout(model.shape, BLOCK_SIZE, torch.bfloat16)
     kv = KVTensors(layout, NUM_BLOCKS, CPU)
     facts = _info(model.shape, max_num_seqs, max_model_len, budget)
-    return ModelRunner(model, BlockTransfers(kv, HostBlocks(kv, NUM_HOST_BLOCKS)), facts, CPU, HostAccelerator())
+    cache = BlockTransfers(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
+    return ModelRunner(RunnerParts(model, layout, facts, CPU), cache, HostAccelerator())
 
 
 def _info(shape: ModelShape, max_num_seqs: int, max_model_len: int, budget: int) -> RunnerInfo:

@@ -25,11 +25,6 @@ class RopeConfig:
     attention_factor: float = 1.0  # factor of cosines and sines
     truncate: bool = True
 
-    @property
-    def extended_context(self) -> int:
-        """Number of positions after RoPE scaling, or 0 without scaling."""
-        return int(min(self.original_context * self.factor, MAX_CONTEXT)) if self.rope_type == "yarn" else 0
-
 
 def parse_rope(fields: ConfigFields) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
@@ -227,7 +222,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        return max(self.max_position_embeddings, self.rope.extended_context)
+        scaled = self.rope.original_context * self.rope.factor if self.rope.rope_type == "yarn" else 0
+        return max(self.max_position_embeddings, int(min(scaled, MAX_CONTEXT)))
 
 
 def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:

@@ -87,17 +87,6 @@ FORMATS: dict[GGMLQuantizationType, tuple[GroupFormat, Callable[[torch.Tensor], 
 }
 
 
-def matrix_format(kind: GGMLQuantizationType) -> torch.dtype | GroupFormat | None:
-    """Return the format of a type's matrices, None if `gguf.quants` lacks the type."""
-    if kind in DTYPES:
-        return DTYPES[kind]
-    try:
-        gguf.quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        return None
-    return FORMATS[kind][0] if kind in FORMATS else GroupFormat(8)
-
-
 def _rows_of_a_piece(rows: torch.Tensor, kind: GGMLQuantizationType) -> int:
     return max(PIECE_BLOCKS * GGML_QUANT_SIZES[kind][1] // rows.shape[1], 1)
 
@@ -118,13 +107,8 @@ def _floats(rows: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
         return _finite(torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind)))
 
 
-def group_rows(rows: torch.Tensor, kind: GGMLQuantizationType, device: torch.device) -> GroupedWeights:
-    """Return the matrix of raw rows [num_rows, row_bytes] uint8 on `device`. Raise `ValueError` for NaN."""
-    pieces = torch.split(rows, _rows_of_a_piece(rows, kind))
-    return join_outputs([_group(piece, kind, device) for piece in pieces])
-
-
 def _group(rows: torch.Tensor, kind: GGMLQuantizationType, device: torch.device) -> GroupedWeights:
+    """Return the matrix of raw rows [num_rows, row_bytes] uint8 on `device`. Raise `ValueError` for NaN."""
     if kind not in FORMATS:
         return quantize_groups(_floats(rows, kind).to(device), 8)
     form, read = FORMATS[kind]
@@ -173,10 +157,18 @@ class GGUFFile(WeightSource):
             self._row_order(name)
 
     def _kind(self, name: str, tensor: GGUFTensor) -> torch.dtype | GroupFormat:
-        form = matrix_format(tensor.kind)
-        if form is None:
-            raise ConfigError(f"{self.path}: {name} has type {tensor.kind.name}, which is not read: {TAKE_ANOTHER}")
-        return torch.float32 if isinstance(form, GroupFormat) and len(tensor.shape) != 2 else form
+        """Return the format in which a tensor is loaded. Raise `ConfigError` if `gguf.quants` lacks its type."""
+        kind = tensor.kind
+        if kind in DTYPES:
+            return DTYPES[kind]
+        try:
+            gguf.quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            unread = f"{name} has type {kind.name}, which is not read: {TAKE_ANOTHER}"
+            raise ConfigError(f"{self.path}: {unread}") from None
+        if len(tensor.shape) != 2:
+            return torch.float32
+        return FORMATS[kind][0] if kind in FORMATS else GroupFormat(8)
 
     def take_parts(self, parts: Mapping[str, TensorPart]) -> None:
         for name, part in parts.items():
@@ -203,9 +195,10 @@ class GGUFFile(WeightSource):
     def matrix(self, name: str, device: torch.device) -> torch.Tensor | GroupedWeights:
         if not isinstance(self.tensors[name].kind, GroupFormat):
             return self.plain(name, device)
-        rows, order = self._rows(name), self._row_order(name)
+        rows, order, kind = self._rows(name), self._row_order(name), self._raw[name].kind
         with as_config_error(f"{self.path}: {name} is damaged"):
-            return group_rows(rows if order is None else rows[order], self._raw[name].kind, device)
+            pieces = torch.split(rows if order is None else rows[order], _rows_of_a_piece(rows, kind))
+            return join_outputs([_group(piece, kind, device) for piece in pieces])
 
     def _rows(self, name: str) -> torch.Tensor:
         """Return the raw rows [num_rows, row_bytes] uint8 of a quantised tensor, or of its part."""

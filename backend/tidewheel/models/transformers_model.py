@@ -55,8 +55,6 @@ class AttentionCall(NamedTuple):
 
 
 Attend = Callable[[AttentionCall], torch.Tensor]  # [T, num_q_heads, head_dim]
-
-
 _step: ContextVar[Attend | None] = ContextVar("step", default=None)
 
 
@@ -132,8 +130,8 @@ def _check_call(call: AttentionCall, window: int | None) -> None:
         raise ValueError(f"layer {call.layer} has a window of {found}, its configuration says {window}")
 
 
-def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, int]], int]:
-    """Return (num_kv_heads, head_dim) of each layer, and the width of the logits.
+def probe(model: Any, name: str, device: torch.device) -> ModelShape:
+    """Return the model's sizes.
 
     Raise `ConfigError` if paged attention changes logits of a few tokens, as hidden biases, sinks and masks would.
     """
@@ -157,11 +155,15 @@ def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, 
     limit = TOLERANCE[model.dtype]
     if not difference <= limit:
         raise not_offered(name, f"paged attention changes its logits by {difference:.2g}, at most {limit} is right")
-    keys = [caches[layer].keys for layer in layers]
     vocab_size, num_embeddings = paged.shape[-1], model.get_input_embeddings().weight.shape[0]
     if num_embeddings < vocab_size:
         raise not_offered(name, f"it has logits of {vocab_size} tokens, embeddings of {num_embeddings}")
-    return [(key.shape[2], key.shape[3]) for key in keys], vocab_size
+    if len({kv.keys.shape for kv in caches.values()}) != 1:
+        raise not_offered(name, "its layers keep keys of different shapes")
+    _, _, num_kv_heads, head_dim = caches[0].keys.shape
+    hidden_size = model.config.hidden_size
+    intermediate_size = getattr(model.config, "intermediate_size", None) or 4 * hidden_size
+    return ModelShape(len(layers), num_kv_heads, head_dim, vocab_size, hidden_size, intermediate_size)
 
 
 # Keys that choose an implementation, some of which fetch code.
@@ -173,14 +175,7 @@ class TransformersModel:
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
         self._model = model
-        kv_shapes, vocab_size = probe(model, name, device)
-        if len(set(kv_shapes)) != 1:
-            raise not_offered(name, "its layers keep keys of different shapes")
-        hidden_size = model.config.hidden_size
-        self.shape = ModelShape(
-            len(kv_shapes), *kv_shapes[0], vocab_size, hidden_size,
-            getattr(model.config, "intermediate_size", None) or 4 * hidden_size,
-        )  # fmt: skip
+        self.shape = probe(model, name, device)
         self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def forward(self, step: ForwardInput) -> torch.Tensor:

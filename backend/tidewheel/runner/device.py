@@ -11,7 +11,7 @@ import torch
 
 from tidewheel.config import CacheDType, DType, EngineConfig, Quantization
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, Progress, no_progress
+from tidewheel.models.causal_lm import DTYPES, Progress
 from tidewheel.models.model_folder import one_line
 from tidewheel.private_dir import run_dir
 from tidewheel_kernels import FP8, INT8, copy_blocks, runs_triton
@@ -167,38 +167,38 @@ def cpu_has_bf16() -> bool:
 class CompileLog:
     """Listener that reports kernel compilations of triton-lang while serving."""
 
-    def __init__(self, report: Progress) -> None:
-        self._report = report
+    def __init__(self) -> None:
         self._counts = {"compiled": 0, "loaded": 0}
-        self._is_serving = False
-
-    def begin(self, **_: object) -> None:
-        self._report("compile", 0.0)
+        self._report: Progress | None = None  # None: not serving
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
         what = "loaded" if cache_hit else "compiled"
         self._counts[what] += 1
-        if self._is_serving:
+        if self._report is not None:
             seconds = 1e-6 * times.total
             logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
             self._report("", 1.0)
 
-    def begin_serving(self) -> None:
+    def begin_serving(self, report: Progress) -> None:
+        """Report each kernel from now on: ("compile", 0.0), and at its end ("", 1.0)."""
         import triton
 
-        triton.knobs.runtime.jit_cache_hook = self.begin
-        self._is_serving = True
+        def begin(**_: object) -> None:  # a true result would keep triton-lang from compiling
+            report("compile", 0.0)
+
+        triton.knobs.runtime.jit_cache_hook = begin
+        self._report = report
         logger.info("kernels: %d compiled, %d loaded from the cache", *self._counts.values())
 
 
-def prepare_kernels(device: torch.device, report: Progress = no_progress) -> CompileLog | None:
+def prepare_kernels(device: torch.device) -> CompileLog | None:
     """Try a small kernel and return a listener; None without kernels. Raise `ConfigError`."""
     if device.type != "cuda" or set(preferences().values()) == {"reference"}:
         return None
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("a GPU needs triton-lang, which is not installed: install 'triton', or set device to 'cpu'")
     os.environ["TRITON_CACHE_DIR"] = str(cache_folder(os.environ))
-    log = CompileLog(report)
+    log = CompileLog()
     try:
         import triton
 

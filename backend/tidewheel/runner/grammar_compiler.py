@@ -7,11 +7,11 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import tokenizers
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -49,8 +49,6 @@ _DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": " "}
 # Else llguidance would make an added token of its text in a string, where only the characters fit, and refuse both.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _STRICT: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False}  # precede a schema's `x-guidance`
-
-T = TypeVar("T")
 
 
 class GrammarCompiler:
@@ -98,7 +96,7 @@ class GrammarCompiler:
             raise Unsupported(f"{name} is set, and this model offers no grammars: {tokens}")
         if len(source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidRequest(f"{name} is too large: its rules take more than {MAX_SOURCE_BYTES} bytes")
-        matcher = _on_stack(stack_bytes, lambda: _started(tokens, source))
+        matcher = _started(tokens, source, stack_bytes)
         if matcher.is_error():
             problem = _one_line(matcher.get_error())
             cause = Unsupported if _UNSUPPORTED.search(problem) else InvalidRequest
@@ -106,12 +104,26 @@ class GrammarCompiler:
         return TokenGrammar(matcher, self._pool, tokens.eos_token, -(-tokens.vocab_size // 32), tokens)
 
 
-def _started(tokens: LLTokenizer, source: str) -> LLMatcher:
-    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-    matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # some grammars fail only here
-    return matcher
+def _started(tokens: LLTokenizer, source: str, stack_bytes: int) -> LLMatcher:
+    """Return a matcher that a thread with a stack of that size has made."""
+    future: Future[LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+            matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some grammars fail only here
+            future.set_result(matcher)
+        except BaseException as error:  # panics of the library
+            future.set_exception(error)
+
+    before = threading.stack_size(stack_bytes)
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    finally:
+        threading.stack_size(before)
+    return future.result()
 
 
 def to_source(grammar: Grammar) -> str:
@@ -160,23 +172,6 @@ def _plain(problem: str) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.replace("<non-verbose/>", "").split())[:_ERROR_CHARS]
-
-
-def _on_stack(num_bytes: int, work: Callable[[], T]) -> T:
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # panics of the library
-            future.set_exception(error)
-
-    before = threading.stack_size(num_bytes)
-    try:
-        threading.Thread(target=run, daemon=True).start()
-    finally:
-        threading.stack_size(before)
-    return future.result()
 
 
 _RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)

@@ -161,8 +161,12 @@ class MemoryClaim:
     def spare(self, available: int, others: int) -> SpareMemory:
         """Return the cache's part of `available` bytes; `others`: weights, activations, host tier."""
         self._claim = mine = msgspec.structs.replace(self._claim, others=others)
-        if mine.takes_share:  # the claims of other ranks are among those that share
-            return spare_memory(mine, _claims(mine), available)
+        if mine.takes_share:
+            claims = defaultdict(list, {mine.pid: [mine]})
+            for claim in shown_records(_NAME, ClaimRecord):  # other ranks' are among those that share
+                if (claim.pid, claim.began) != (mine.pid, mine.began):
+                    claims[claim.pid].append(claim)
+            return spare_memory(mine, claims, available)
         # A fixed cache is compared with free memory: other claims may stay unused.
         return SpareMemory(max(available - _growth(mine), 0) // self._num_ranks, 1)
 
@@ -197,11 +201,3 @@ def resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
-
-
-def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
-    found = defaultdict(list, {mine.pid: [mine]})
-    for claim in shown_records(_NAME, ClaimRecord):
-        if (claim.pid, claim.began) != (mine.pid, mine.began):
-            found[claim.pid].append(claim)
-    return found

@@ -42,14 +42,6 @@ class CacheLayout(NamedTuple):
         return tokens * self.shape.num_kv_heads * head_bytes(self.shape.head_dim, self.dtype)
 
 
-def cache_layout(plan: ModelPlan, model: CausalLM, block_size: int) -> CacheLayout:
-    """Return the layout of a loaded model's cache, with measured scales if it holds 8-bit floats."""
-    layout = CacheLayout(model.shape, block_size, plan.cache_dtype)
-    return (
-        with_scales(layout, model, plan.dtype, plan.device, plan.max_model_len) if plan.cache_dtype == FP8 else layout
-    )
-
-
 class MemoryBudget(NamedTuple):
     bytes: int
     source: str  # e.g. "kv_cache_memory_mb 512"
@@ -187,12 +179,14 @@ HEADROOM = 4.0  # least ratio of the largest representable to the largest seen v
 LEAST_EXPONENT, MOST_EXPONENT = -14, 15
 
 
-def with_scales(
-    layout: CacheLayout, model: CausalLM, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> CacheLayout:
-    count = min(NUM_TOKENS, max_model_len)
-    meta = one_sequence(count, layout.block_size, device)
-    kv = KVTensors(layout._replace(dtype=dtype), meta.block_tables.shape[1], device)
+def cache_layout(plan: ModelPlan, model: CausalLM, block_size: int) -> CacheLayout:
+    """Return the layout of a loaded model's cache, with measured scales if it holds 8-bit floats."""
+    layout = CacheLayout(model.shape, block_size, plan.cache_dtype)
+    if plan.cache_dtype != FP8:
+        return layout
+    count, device = min(NUM_TOKENS, plan.max_model_len), plan.device
+    meta = one_sequence(count, block_size, device)
+    kv = KVTensors(layout._replace(dtype=plan.dtype), meta.block_tables.shape[1], device)
     with torch.inference_mode():
         tokens = random_tokens(count, layout.shape.vocab_size, device)
         positions = torch.arange(count, device=device)

@@ -72,8 +72,7 @@ class RunnerParts(NamedTuple):
     layout: CacheLayout
     info: RunnerInfo
     device: torch.device
-    stages: StageClock
-    compile_log: CompileLog | None
+    compile_log: CompileLog | None = None
     claim: MemoryClaim | None = None  # None on a GPU
     encoder: EncoderCache | None = None
     shard: Shard = Shard()
@@ -81,13 +80,12 @@ class RunnerParts(NamedTuple):
 
 
 def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = None) -> RunnerParts:
-    stages, shard = StageClock(progress), shard or Shard()
-    device = resolve_device(config)
+    device, shard = resolve_device(config), shard or Shard()
     check_deterministic(config.deterministic, device)
-    compile_log = prepare_kernels(device, progress)
+    compile_log = prepare_kernels(device)
     folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)
-    stages(STAGE, 0.0)
+    progress(STAGE, 0.0)
     plan, claim = plan_model(folder, fields, config, device, shard), None
     source = plan.open_source()
     num_bytes = plan.check_fits(source)
@@ -96,14 +94,14 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
         takes_share = config.has_automatic_cache and config.device_memory_share is None
         num_bytes += draft_source.num_bytes if draft_source is not None else 0
         claim = MemoryClaim(takes_share=takes_share, others=num_bytes, num_ranks=shard.num_ranks)
-    model, draft = load_model(plan, source, stages), None
+    model, draft = load_model(plan, source, progress), None
     if device.type == "cpu":
         keep_freed_memory()
         if config.num_threads is None:
             limit_threads(model.weights_bytes)
     layout = cache_layout(plan, model, config.block_size or BLOCK_SIZES[device.type])
     if draft_source is not None:
-        draft = draft_source.load(model, layout.block_size, stages)
+        draft = draft_source.load(model, layout.block_size, progress)
         layout = layout._replace(draft_bytes=draft.block_bytes)
     encoder, max_num_seqs, num_samples = None, config.max_num_seqs, 0
     if isinstance(model, Whisper):
@@ -131,7 +129,7 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
         max_audio_samples=num_samples,
     )
-    return RunnerParts(model, layout, info, device, stages, compile_log, claim, encoder, shard, draft)
+    return RunnerParts(model, layout, info, device, compile_log, claim, encoder, shard, draft)
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[BlockTransfers, RunnerInfo]:

@@ -13,17 +13,15 @@ import torch
 from tidewheel.batch import Launch, SampledTokens, ScheduledBatch, WeightVariant
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, NativeModel, Progress, no_progress
+from tidewheel.models.causal_lm import DTYPES, NativeModel, Progress, no_progress
 from tidewheel.models.lora_folder import LoraFile, LoraWeights, read_lora
 from tidewheel.models.model_folder import one_line
 from tidewheel.models.shard import Shard
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
-from tidewheel.runner.drafter import Drafter, DraftModel
-from tidewheel.runner.encoder_cache import EncoderCache
+from tidewheel.runner.drafter import Drafter
 from tidewheel.runner.host_memory import MemoryClaim
 from tidewheel.runner.host_tier import BlockTransfers
-from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.inputs import (
     DeviceArrays,
     ForwardBounds,
@@ -37,7 +35,7 @@ from tidewheel.runner.inputs import (
     share_memory,
 )
 from tidewheel.runner.kv_tensors import KVTensors
-from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
+from tidewheel.runner.loading import RunnerParts, StageClock, allocate_cache, graph_sizes, load_parts
 from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_part, score_prompts
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
 from tidewheel.runner.step_graphs import DecodeGraph, GraphSizes, LoraStacks, StepGraphs, StepModel
@@ -69,34 +67,25 @@ SPARE_BYTES = 1 << 20
 class ModelRunner:
     """Runner of scheduled batches on one thread. Without an accelerator (CPU), `launch` returns a finished step."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        cache: BlockTransfers,
-        info: RunnerInfo,
-        device: torch.device,
-        accelerator: CudaAccelerator | None = None,
-        encoder: EncoderCache | None = None,
-        shard: Shard | None = None,
-        draft: DraftModel | None = None,
-    ) -> None:
-        self.info = info
-        self._shard = shard or Shard()
+    def __init__(self, parts: RunnerParts, cache: BlockTransfers, accelerator: CudaAccelerator | None = None) -> None:
+        self.info = info = parts.info
+        self._shard = parts.shard
         self.kv = cache.kv
         self._transfers = cache
         self._accelerator = accelerator
         self._rows = RowTable(
-            info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
+            info.max_num_seqs, info.max_model_len, info.block_size, parts.device, shares_memory=accelerator is None
         )
         self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator, self._shard.num_ranks)
         self._sender: InputSender = share_memory
-        self._lora = LoraStacks.of(model)
+        self._lora = LoraStacks.of(parts.model)
         if accelerator is not None:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
             num_bytes += 0 if self._lora is None else self._lora.num_bytes(info.max_num_batched_tokens)
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
+        draft = parts.draft
         self._drafter = None if draft is None else Drafter(draft, self._rows, self._sender, info, cache.kv)
-        self._steps = StepModel(model, self._rows, cache.kv.layers, encoder, self._shard)
+        self._steps = StepModel(parts.model, self._rows, cache.kv.layers, parts.encoder, self._shard)
         self._variants: tuple[WeightVariant, ...] = ("full", "quantized") if info.copy_bytes else ("full",)
         self._weights: WeightVariant = "full"
         self._graphs_of: dict[tuple[WeightVariant, bool], StepGraphs] = {}  # whether rows have adapters
@@ -106,22 +95,24 @@ class ModelRunner:
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None, shard: Shard | None = None) -> Self:
         """Load the model, or a rank's part, size the cache, capture graphs. Raise `ConfigError`."""
-        parts = load_parts(config, progress or no_progress, shard)
-        accelerator, sizes, report = accelerator_of(parts.device), graph_sizes(config, parts), parts.stages
+        progress = progress or no_progress
+        report = StageClock(progress)
+        parts = load_parts(config, report, shard)
+        accelerator, sizes = accelerator_of(parts.device), graph_sizes(config, parts)
         report("profile", 0.0)
         if accelerator is not None and sizes.decodes and not parts.model.is_capturable:
             sizes = cls._tried(parts, accelerator, sizes)
         cache, info = allocate_cache(parts, config, cls._measured(parts, accelerator, sizes))
         report("profile", 1.0)
-        runner = cls(parts.model, cache, info, parts.device, accelerator, parts.encoder, parts.shard, parts.draft)
+        runner = cls(parts._replace(info=info), cache, accelerator)
         if accelerator is not None:
             warm_up(info, runner.run_with_each, report)
         graph_bytes = sum(map(sum, runner.capture(sizes, report)))
         limit_s = MEASURED_S if parts.shard.num_ranks == 1 else None  # ranks run the same steps
         decode_seconds = [] if config.speculation == "none" else measure_decodes(info, runner.run, limit_s)
-        seconds = parts.stages.seconds()
+        seconds = report.seconds()
         if parts.compile_log is not None:
-            parts.compile_log.begin_serving()
+            parts.compile_log.begin_serving(progress)
         runner.info = msgspec.structs.replace(
             info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds,
             decode_seconds=decode_seconds,
@@ -137,8 +128,7 @@ class ModelRunner:
         objection = "max_model_len or max_num_batched_tokens is too small for a trial"
         if trial is not None:
             cache = BlockTransfers(KVTensors(parts.layout, len(trial[0].block_ids), parts.device))
-            runner = cls(parts.model, cache, parts.info, parts.device, accelerator, parts.encoder, draft=parts.draft)
-            objection = runner._objection_to_graphs(accelerator, *trial)
+            objection = cls(parts, cache, accelerator)._objection_to_graphs(accelerator, *trial)
         if objection:
             logger.info("CUDA graphs: none of %s: %s", name, objection)
             return GraphSizes()
@@ -174,7 +164,7 @@ class ModelRunner:
 
         def run(size: StepSize) -> ModelRunner:
             cache = BlockTransfers(KVTensors(layout, -(-size.tokens_per_row // layout.block_size), device))
-            runner = cls(parts.model, cache, parts.info, device, accelerator, parts.encoder, parts.shard, parts.draft)
+            runner = cls(parts, cache, accelerator)
             runner.run(runner.with_adapters(demanding_batch(size, layout.block_size)))
             return runner
 

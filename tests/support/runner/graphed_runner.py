@@ -17,7 +17,7 @@ from tidewheel.models.causal_lm import DTYPES, CausalLM, no_progress
 from tidewheel.request import Request
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import load_parts
+from tidewheel.runner.loading import RunnerParts, load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel.scheduler.scheduler import Scheduler
@@ -52,10 +52,11 @@ def with_model(plain: ModelRunner, model: CausalLM, sizes: GraphSizes | None = D
     With graphs it has a recording accelerator: call and use it with the capturable operations.
     """
     info, device = plain.info, torch.device("cpu")
-    kv = KVTensors(CacheLayout(model.shape, info.block_size, DTYPES[info.dtype]), info.num_blocks, device)
+    layout = CacheLayout(model.shape, info.block_size, DTYPES[info.dtype])
+    kv, parts = KVTensors(layout, info.num_blocks, device), RunnerParts(model, layout, info, device)
     if sizes is None:
-        return ModelRunner(model, BlockTransfers(kv), info, device)
-    runner = ModelRunner(model, BlockTransfers(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
+        return ModelRunner(parts, BlockTransfers(kv))
+    runner = ModelRunner(parts, BlockTransfers(kv, HostBlocks(kv, 32)), RecordingAccelerator())
     poison(runner)
     with capturable.installed():
         runner.capture(sizes, lambda stage, fraction: None)

@@ -21,6 +21,7 @@ from tidewheel.request import Request
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.loading import RunnerParts
 from tidewheel.runner.model_runner import ModelRunner
 
 VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
@@ -75,9 +76,11 @@ class Engine:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_blocks=num_blocks,
             weights_bytes=0, activation_bytes=0, kv_cache_bytes=0, load_seconds=0.0,
         )  # fmt: skip
-        kv = KVTensors(CacheLayout(LookUp.shape, BLOCK_SIZE, torch.float32), num_blocks, CPU)
+        layout = CacheLayout(LookUp.shape, BLOCK_SIZE, torch.float32)
+        kv = KVTensors(layout, num_blocks, CPU)
         cache = BlockTransfers(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
-        self.runner = ModelRunner(LookUp(fails_at), cache, info, CPU, RecordingAccelerator() if is_staged else None)
+        parts = RunnerParts(LookUp(fails_at), layout, info, CPU)
+        self.runner = ModelRunner(parts, cache, RecordingAccelerator() if is_staged else None)
         method = "none" if right_drafts is None else "prompt_lookup"
         loop = StepLoop(self.runner, num_host_blocks=NUM_HOST_BLOCKS, speculation=method, **scheduling)
         self.scheduler = loop.scheduler

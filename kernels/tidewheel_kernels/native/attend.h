@@ -3,14 +3,7 @@
 #pragma once
 
 #include "attend_codes.h"
-
-/* Keys to prefetch, as the processor does not guess the stride of one head's keys, into the second cache: fetching into
-   the first held up other loads. */
-enum { KEYS_AHEAD = 16 };
-
-INLINE void fetch(const element *row, int64_t head_dim) {
-    for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(element)) __builtin_prefetch(row + d, 0, 2);
-}
+#include "attend_pairs.h"
 
 INLINE float dot(const float *query, const element *key, int64_t head_dim) {
     float sum = 0.0f;
@@ -82,6 +75,12 @@ static __attribute__((noinline)) void attend_expanded(
 
 void attend_any(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
     if (!c->paged.scales_at) {
+#if defined USES_PAIRS
+        if (head_dim % WIDTH == 0 && c->soft_cap == 0.0f) {
+            CASES(attend_pairs);
+            return;
+        }
+#endif
         CASES(attend_elements);
     }
 #if defined USES_CODES

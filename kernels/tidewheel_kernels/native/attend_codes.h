@@ -3,6 +3,7 @@
 #pragma once
 
 #include "context.h"
+#include "lanes.h"
 
 #if defined __AVX512BW__ && defined __AVX512VNNI__
 #define USES_CODES
@@ -35,19 +36,6 @@ INLINE void start_head(Head *h, const element *q, int64_t head_dim, float scale)
     h->start = -128 * sum;
 }
 
-/* Return the sums of sixteen vectors. */
-INLINE __m512i sums_of(const __m512i r[TILE]) {
-    __m512i x[8], y[4], z[2];
-    for (int i = 0; i < 8; i++)
-        x[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
-    for (int i = 0; i < 4; i++)
-        y[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_epi64(x[2 * i], x[2 * i + 1]));
-    for (int i = 0; i < 2; i++)
-        z[i] = _mm512_add_epi32(
-            _mm512_shuffle_i32x4(y[2 * i], y[2 * i + 1], 0x88), _mm512_shuffle_i32x4(y[2 * i], y[2 * i + 1], 0xdd));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(z[0], z[1], 0x88), _mm512_shuffle_i32x4(z[0], z[1], 0xdd));
-}
-
 INLINE void fetch_codes(const int8_t *row, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d += CODES) __builtin_prefetch(row + d, 0, 2);
 }
@@ -56,7 +44,7 @@ INLINE void fetch_codes(const int8_t *row, int64_t head_dim) {
    fetching both at once was slower. */
 INLINE __m512 multiply_keys(
     const Head *h, Codes tile, Codes next, int64_t stride, int64_t head_dim, int is_first, int is_last) {
-    __m512i sums[TILE];
+    ints sums[TILE];
 #pragma GCC unroll 16
     for (int64_t t = 0; t < TILE; t++) {
         __m512i high = _mm512_setzero_si512(), low = high;
@@ -67,9 +55,9 @@ INLINE __m512 multiply_keys(
             high = _mm512_dpbusd_epi32(high, key, _mm512_load_si512(h->high + d));
             low = _mm512_dpbusd_epi32(low, key, _mm512_load_si512(h->low + d));
         }
-        sums[t] = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
+        sums[t] = (ints)_mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
     }
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(sums_of(sums), _mm512_set1_epi32(h->start)));
+    return _mm512_cvtepi32_ps(_mm512_add_epi32((__m512i)integer_sums_of(sums), _mm512_set1_epi32(h->start)));
 }
 
 /* Weights of a tile times scales of values, rounded: four to a lane. `fade` is the factor for older sums. */

@@ -20,7 +20,7 @@ enum { TILE_ROWS = 2, TILE_VECTORS = 1 };
 enum { TILE_OUTPUTS = TILE_VECTORS * LANES, SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
 
 /* Rows of a block share a chunk of weights in the first cache, while the next chunk is fetched. */
-enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, NEAR = 2, AMX_ROWS = 32 };
+enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, NEAR = 1, AMX_ROWS = 32 };
 
 typedef struct {
     const uint8_t *codes;     /* [num_outputs / OUTPUTS, num_inputs * bits / 32, OUTPUTS, PER_LANE] */

@@ -26,3 +26,23 @@ INLINE floats multiply_add(floats sum, floats a, floats b) {
     return sum + a * b;
 #endif
 }
+
+#if defined __AVX512F__
+#define JOINED(numbers, how, of, i) (numbers) _mm512_##how((__m512i)of[2 * i], (__m512i)of[2 * i + 1])
+#define QUARTERS(numbers, of, i, which) \
+    (numbers) _mm512_shuffle_i32x4((__m512i)of[2 * i], (__m512i)of[2 * i + 1], which)
+
+/* Return the sums of LANES vectors. */
+#define SUMS_OF(name, numbers) \
+    INLINE numbers name(const numbers r[LANES]) { \
+        numbers x[8], y[4], z[2]; \
+        for (int i = 0; i < 8; i++) \
+            x[i] = JOINED(numbers, unpacklo_epi32, r, i) + JOINED(numbers, unpackhi_epi32, r, i); \
+        for (int i = 0; i < 4; i++) \
+            y[i] = JOINED(numbers, unpacklo_epi64, x, i) + JOINED(numbers, unpackhi_epi64, x, i); \
+        for (int i = 0; i < 2; i++) z[i] = QUARTERS(numbers, y, i, 0x88) + QUARTERS(numbers, y, i, 0xdd); \
+        return QUARTERS(numbers, z, 0, 0x88) + QUARTERS(numbers, z, 0, 0xdd); \
+    }
+SUMS_OF(sums_of, floats)
+SUMS_OF(integer_sums_of, ints)
+#endif

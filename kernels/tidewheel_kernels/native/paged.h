@@ -79,15 +79,24 @@ INLINE void find_tile(
         expand_tile(p, first, count, head_dim, room, keys, values);
         return;
     }
-    int64_t block = first / p->block_size, offset = first % p->block_size;
-    for (int64_t t = 0; t < count; t++) {
-        keys[t] = (const element *)p->keys + p->blocks[block] * p->k_block_stride + offset * p->position_stride;
-        values[t] = (const element *)p->values + p->blocks[block] * p->v_block_stride + offset * p->position_stride;
-        if (++offset == p->block_size) {
-            offset = 0;
-            block++;
+    const int64_t stride = p->position_stride;
+    for (int64_t t = 0; t < count;) {
+        int64_t block = p->blocks[(first + t) / p->block_size], offset = (first + t) % p->block_size;
+        const element *key = (const element *)p->keys + block * p->k_block_stride + offset * stride;
+        const element *value = (const element *)p->values + block * p->v_block_stride + offset * stride;
+        for (; t < count && offset < p->block_size; t++, offset++, key += stride, value += stride) {
+            keys[t] = key;
+            values[t] = value;
         }
     }
+}
+
+/* Keys to prefetch, as the processor does not guess the stride of one head's keys, into the second cache: fetching into
+   the first held up other loads. */
+enum { KEYS_AHEAD = 16 };
+
+INLINE void fetch(const element *row, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(element)) __builtin_prefetch(row + d, 0, 2);
 }
 
 /* Turn logits into weights relative to the new maximum. Return the factor for older sums. */

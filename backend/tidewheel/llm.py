@@ -29,9 +29,9 @@ from tidewheel.engine.lora_registry import LoraRegistry
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, Outputs
 from tidewheel.frontend.request_reader import MessageMaker, truncated
+from tidewheel.frontend.settings import GenerationDefaults
 from tidewheel.frontend.speech import SpeechRules
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import TokenGrammar

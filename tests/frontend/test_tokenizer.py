@@ -13,8 +13,8 @@ from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
 from support.models.odd_files import ODD_FILES, put_odd_file
 from tidewheel.errors import ConfigError, InternalError
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.request_reader import phrase_ids
+from tidewheel.frontend.settings import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ import pytest
 from support.models import tiny_models
 from support.models.gguf_files import F32, write_gguf, write_model
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.settings import GenerationDefaults
 from tidewheel.models.architectures import ModelConfig, RopeConfig, inverse_frequencies, native_traits, parse_config
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.gguf_folder import model_config

@@ -24,9 +24,9 @@ from tidewheel.engine.build import engine_info, load_model_runner, scheduler_con
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation
 from tidewheel.frontend.request_reader import MessageMaker
+from tidewheel.frontend.settings import GenerationDefaults
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.llm import LLM
 from tidewheel.one_shot.shared_tensors import PackedTensor, PackedTensors

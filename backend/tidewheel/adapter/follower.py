@@ -16,9 +16,9 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.ended_requests import EndedRequest, EventQueue, RequestLog, RequestSpans
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, Frontend
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
+from tidewheel.frontend.settings import GenerationDefaults
 from tidewheel.frontend.speech import loudness
 from tidewheel.frontend.tensor_reader import TensorReader
 from tidewheel.frontend.tokenizer import Tokenizer

@@ -9,8 +9,7 @@ from typing import Any
 
 from tidewheel.config import REMOTE, EngineConfig, setting_names
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_overrides
-from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.settings import FrontendSettings, read_overrides
 from tidewheel.one_shot.adapters import with_kind
 from tidewheel.regular_files import read_object
 from tidewheel.settings import HONOURED, check_known, coerce_setting, take_settings, translate

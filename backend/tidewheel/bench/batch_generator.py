@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Sto
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.settings import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.models.config_fields import ConfigFields
 from tidewheel.models.loader import open_checkpoint

@@ -11,8 +11,8 @@ import torch
 from tidewheel.config import EngineConfig
 from tidewheel.entries.findings import CheckReport, MemoryNeeds, Problem, error, note, warning
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import PromptWorkers, TokenizerFolder
+from tidewheel.frontend.settings import GenerationDefaults
 from tidewheel.lora import parse_loras
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import possible_num_ranks

@@ -12,7 +12,6 @@ from tidewheel.engine.requests import check_prompt_length, check_request, check_
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, Outputs
 from tidewheel.frontend.prompt_workers import (
     DecodeJob,
@@ -23,7 +22,7 @@ from tidewheel.frontend.prompt_workers import (
     TokenizeJob,
 )
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
-from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.settings import FrontendSettings, GenerationDefaults
 from tidewheel.frontend.speech import Activity, SpeechAnswer, SpeechRules, cut, loudness
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar

@@ -19,11 +19,10 @@ from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import TokenizerFolder
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import RequestReader
-from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.settings import FrontendSettings, GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.sampling import TopLogprobs
 

@@ -34,10 +34,9 @@ from tidewheel.entries.checking import check
 from tidewheel.entries.migration import migrate
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError, printable
 from tidewheel.frontend.chat import ChatTemplate, Conversation
-from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_workers import TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
-from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.settings import FrontendSettings, GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.workload.trace_files import read_trace
 

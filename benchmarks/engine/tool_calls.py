@@ -33,7 +33,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common.study import Study, show
 from tidewheel.frontend.chat import parse_conversation
-from tidewheel.frontend.prompt_workers import GrammarTrial, JobRunner, RenderJob, TokenizerFolder
+from tidewheel.frontend.prompt_workers import GrammarJob, JobRunner, RenderJob, TokenizerFolder
 from tidewheel.frontend.tokenizer import Detokenizer
 from tidewheel.gateway.answers import TextWriter
 from tidewheel.gateway.bodies import UpstreamRequest, read_chat
@@ -209,7 +209,7 @@ class RandomModel:
     def _compile(self, messages: str) -> tuple[TokenGrammar, np.ndarray]:
         answer = self.jobs.run(RenderJob(parse_conversation(messages)))
         assert answer.grammar is not None
-        source = self.jobs.run(GrammarTrial(answer.grammar)).text
+        source = self.jobs.run(GrammarJob(answer.grammar)).text
         return self._compiler.compile(source, "tools"), self.jobs.tokenizer.encode(answer.text)
 
     def _of_marks(self, said: str) -> np.ndarray:

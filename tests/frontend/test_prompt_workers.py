@@ -27,7 +27,7 @@ from tidewheel.frontend.chat import Conversation
 from tidewheel.frontend.prompt_workers import (
     DecodeJob,
     EncodeJob,
-    GrammarTrial,
+    GrammarJob,
     Job,
     JobRunner,
     PromptWorkers,
@@ -193,7 +193,7 @@ def test_the_start_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
     [
         (EncodeJob("a </s> b", add_special_tokens=False, plain=[(2, 6)]), (False, True)),
         (EncodeJob("a </s> b", add_special_tokens=False), (False, False)),
-        (GrammarTrial(Grammar.regex("a")), (True, False)),
+        (GrammarJob(Grammar.regex("a")), (True, False)),
     ],
     ids=["encode", "nothing to prepare", "grammar"],
 )
@@ -224,8 +224,8 @@ def test_the_limit_of_a_job_begins_after_what_jobs_share(
 
 def test_grammars_are_tried(workers: PromptWorkers) -> None:
     schema = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}, "guided_json")
-    assert workers.run(GrammarTrial(schema)).text == to_source(schema)
-    assert workers.run(GrammarTrial(chain(20))).text == to_source(chain(20))
+    assert workers.run(GrammarJob(schema)).text == to_source(schema)
+    assert workers.run(GrammarJob(chain(20))).text == to_source(chain(20))
 
 
 @pytest.mark.parametrize(
@@ -258,12 +258,12 @@ def test_grammars_that_cannot_be_followed(
     workers: PromptWorkers, grammar: Grammar, error: type[TidewheelError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        workers.run(GrammarTrial(grammar))
-    assert workers.run(GrammarTrial(Grammar.regex("after")))
+        workers.run(GrammarJob(grammar))
+    assert workers.run(GrammarJob(Grammar.regex("after")))
 
 
 def test_a_tokenizer_without_bytes_refuses_grammars(tmp_path: Path) -> None:
     BACKENDS["WordPiece"]().save(str(tmp_path / "tokenizer.json"))
     runner = JobRunner(TokenizerFolder(tmp_path, 400, 4096))
     with pytest.raises(Unsupported, match="guided_regex is set, and this model offers no grammars"):
-        runner.run(GrammarTrial(Grammar.regex("a", "guided_regex")))
+        runner.run(GrammarJob(Grammar.regex("a", "guided_regex")))

@@ -70,7 +70,7 @@ class DecodeJob(_Message, frozen=True):
     token_ids: bytes  # little-endian int32
 
 
-class GrammarTrial(_Message, frozen=True):
+class GrammarJob(_Message, frozen=True):
     grammar: Grammar
 
 
@@ -78,7 +78,7 @@ class StartJob(_Message, frozen=True):
     """First job of a process: its folder, and the vocabulary of grammars."""
 
 
-Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial | StartJob
+Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarJob | StartJob
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -101,8 +101,8 @@ class TokenizerFolder(NamedTuple):
     grammar_s: float = 1.0
 
     def limit_of(self, job: Job) -> float:
-        if isinstance(job, GrammarTrial | StartJob):
-            return self.grammar_s if isinstance(job, GrammarTrial) else self.start_s
+        if isinstance(job, GrammarJob | StartJob):
+            return self.grammar_s if isinstance(job, GrammarJob) else self.start_s
         return self.job_s * (1 + len(msgspec.msgpack.encode(job)) / _CPU_STEP)
 
 
@@ -167,7 +167,7 @@ class PromptWorkers:
             self._workers[index] = _Worker(self._folder)
         logger.warning("a process that makes token ids ended (%s) and is replaced", describe_exit(returncode))
         limit = f"{self._folder.limit_of(job):.0f} s of CPU time"
-        if isinstance(job, GrammarTrial) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
+        if isinstance(job, GrammarJob) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
             raise InvalidRequest(
                 f"{job.grammar.name} could not be compiled within {limit} and the limits of memory and depth: "
                 "make it simpler"
@@ -219,7 +219,7 @@ class JobRunner:
             case DecodeJob(token_ids):
                 ids = np.frombuffer(token_ids, dtype="<i4").tolist()
                 return Answer(self.tokenizer.decode(ids, skip_special_tokens=False))
-            case GrammarTrial(grammar):
+            case GrammarJob(grammar):
                 source = to_source(grammar)
                 self._compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
                 return Answer(source)
@@ -239,7 +239,7 @@ class JobRunner:
         match job:
             case RenderJob(conversation) if conversation.calls is not None:
                 _ = self._tool_grammars
-            case GrammarTrial():
+            case GrammarJob():
                 self._compiler.prepare()
             case EncodeJob(plain=plain) | TokenizeJob(EncodeJob(plain=plain)) if plain:
                 _ = self._controls.renamed
@@ -281,7 +281,7 @@ def main() -> None:
             runner = JobRunner(folder)
         except ConfigError as error:
             connection.recv_bytes()
-            _send(connection, Answer(error=ErrorInfo(InternalError.tag, str(error))))
+            connection.send_bytes(msgspec.msgpack.encode(Answer(error=ErrorInfo(InternalError.tag, str(error)))))
         else:
             _serve(connection, runner, folder)
 
@@ -305,11 +305,7 @@ def _serve(connection: Connection, runner: JobRunner, folder: TokenizerFolder) -
             message = "the prompt or grammar needs too much memory: shorten it"
             answer = Answer(error=ErrorInfo(InvalidRequest.tag, message))
         _limit_cpu(0.0)
-        _send(connection, answer)
-
-
-def _send(connection: Connection, answer: Answer) -> None:
-    connection.send_bytes(msgspec.msgpack.encode(answer))
+        connection.send_bytes(msgspec.msgpack.encode(answer))
 
 
 def _limit_cpu(seconds: float) -> None:

@@ -13,14 +13,7 @@ from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.output import Generation, Outputs
-from tidewheel.frontend.prompt_workers import (
-    DecodeJob,
-    EncodeJob,
-    GrammarTrial,
-    PromptWorkers,
-    RenderJob,
-    TokenizeJob,
-)
+from tidewheel.frontend.prompt_workers import DecodeJob, EncodeJob, GrammarJob, PromptWorkers, RenderJob, TokenizeJob
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
 from tidewheel.frontend.settings import FrontendSettings, GenerationDefaults
 from tidewheel.frontend.speech import Activity, SpeechAnswer, SpeechRules, cut, loudness
@@ -127,7 +120,7 @@ class RequestReader(MessageMaker):
         self._settings = settings
         self._activity = activity
         self._encode = partial(encoder.encode, add_special_tokens=False)
-        self._source_of = lru_cache(MAX_KNOWN_GRAMMARS)(lambda grammar: encoder.run(GrammarTrial(grammar)).text)
+        self._source_of = lru_cache(MAX_KNOWN_GRAMMARS)(lambda grammar: encoder.run(GrammarJob(grammar)).text)
         self.max_prompt_bytes = max_prompt_bytes
         default = settings.default_max_tokens
         self._default_max_tokens = info.max_num_tokens if default == "context" else default

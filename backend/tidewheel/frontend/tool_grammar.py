@@ -264,11 +264,9 @@ def _whole_pattern(place: str, pattern: str) -> str:
     is_split = any(character == "|" and not depth for character, depth in zip(plain, depths, strict=True))
     if re.search(r"\^|\$.", plain, re.DOTALL) or (is_split and not (begin and end)):
         raise Unsupported(f"{place}: pattern has ^ or $ within: put the whole into ^(?:…)$")
-    return f"/{begin}({_slashed(inner if end else inner[:-1])}){end}/"
-
-
-def _slashed(pattern: str) -> str:
-    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern).replace("\n", r"\n")
+    slashed = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", inner if end else inner[:-1])
+    one_line = slashed.replace("\n", r"\n")
+    return f"/{begin}({one_line}){end}/"
 
 
 def _check_keys(place: str, schema: Mapping[str, Any], known: set[str]) -> None:

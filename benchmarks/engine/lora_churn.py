@@ -38,9 +38,8 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import EngineDead, InvalidRequest, NotFound
 from tidewheel.sampling import SamplingParams
-from tidewheel_process.child import wait_until
+from tidewheel_process.child import RestartPolicy, wait_until
 from tidewheel_process.handle import ProcessHandle
-from tidewheel_process.restarts import RestartPolicy
 
 NAMES, VERSIONS, SLOTS, HOST = 64, 2, 16, 32
 PROMPTS = tiny_models.prompts(3, 8, 40, seed=5)

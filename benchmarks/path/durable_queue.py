@@ -22,7 +22,7 @@ from pathlib import Path
 from common.study import Study, in_turns, show
 from tidewheel_client import Ask, AsyncClient, MockTransport
 from tidewheel_queue import Queue, Worker, WorkerOptions
-from tidewheel_queue.embedded_redis import EmbeddedRedis
+from tidewheel_queue.redis_endpoint import EmbeddedRedis
 
 PROMPT = "a" * 200
 ONE_BY_ONE = 2000

@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from tidewheel_process.child import Child
+from tidewheel_process.child import Child, RestartedChild, RestartPolicy
 from tidewheel_process.current_process import end_with_parent
 from tidewheel_process.locked_folder import flock, try_lock
-from tidewheel_process.restarts import RestartedChild, RestartPolicy
 
 USERS_LOCK, SOCKET, LOG = "users.lock", "redis.sock", "redis.log"
 _SERVER_LOCK, _USER_CONFIG = Path("server.lock"), Path("redis.conf")

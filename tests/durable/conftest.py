@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def redis_folder() -> Iterator[Path]:
-    from tidewheel_queue.embedded_redis import EmbeddedRedis
+    from tidewheel_queue.redis_endpoint import EmbeddedRedis
 
     path = Path(tempfile.mkdtemp(prefix="tw-"))
     server = EmbeddedRedis(path / "queue")

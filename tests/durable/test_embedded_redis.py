@@ -14,7 +14,7 @@ from support.triton.serving import wait_for
 from tidewheel_client import RequestError
 from tidewheel_process import locked_folder
 from tidewheel_queue import Queue
-from tidewheel_queue.embedded_redis import EmbeddedRedis
+from tidewheel_queue.redis_endpoint import EmbeddedRedis
 
 HOLD = """
 import sys
@@ -86,7 +86,7 @@ def test_packages_do_not_shadow_the_standard_library(short_path: Path, monkeypat
     package = Path(locked_folder.__file__).parent
     (packages / package.name).symlink_to(package)
     monkeypatch.setattr(locked_folder, "__file__", str(packages / package.name / "locked_folder.py"))
-    monkeypatch.setattr("tidewheel_queue.embedded_redis._START_S", 5.0)
+    monkeypatch.setattr("tidewheel_queue.redis_endpoint._START_S", 5.0)
     with Queue(short_path / "queue") as queue:
         assert queue.result(queue.enqueue(prompt="x").id).state == "waiting"
 
@@ -126,7 +126,7 @@ def test_a_redis_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.
         wait_for(lambda: "no_such_option" in redis._log.read_text(), 60, "what Redis says")
 
     monkeypatch.setattr(EmbeddedRedis, "_spawn", spawn_and_see_it_fail)
-    monkeypatch.setattr("tidewheel_queue.embedded_redis._START_S", 0.5)
+    monkeypatch.setattr("tidewheel_queue.redis_endpoint._START_S", 0.5)
     folder.mkdir(mode=0o700)
     (folder / "redis.conf").write_text("no_such_option 3\n")
     with pytest.raises(RequestError, match=r"does not start: .*\(.*redis\.log\)"):

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 
 from tidewheel_process import current_process
-from tidewheel_process.child import Child, StartError, describe_exit, wait_until
-from tidewheel_process.restarts import CrashLoop, DeathCount, RestartedChild, RestartPolicy
+from tidewheel_process.child import (
+    Child,
+    CrashLoop,
+    DeathCount,
+    RestartedChild,
+    RestartPolicy,
+    StartError,
+    describe_exit,
+    wait_until,
+)
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 GUARDED = """

@@ -13,7 +13,7 @@ from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.server import ServeError, run_server
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.run_server import HealthMonitor
-from tidewheel_process.restarts import CrashLoop
+from tidewheel_process.child import CrashLoop
 
 
 class FakeWatch:

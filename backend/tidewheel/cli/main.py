@@ -46,7 +46,7 @@ _MODULES = {
 }
 _EXIT_CODES = {
     "tidewheel.server.ServeError": 1,
-    "tidewheel_process.restarts.CrashLoop": 1,
+    "tidewheel_process.child.CrashLoop": 1,
     "tidewheel.errors.ConfigError": 1,
     "tidewheel.cluster.ClusterError": 2,
     "tidewheel.top.TopError": 2,

@@ -16,7 +16,7 @@ from tidewheel.engine.launcher import EngineLauncher, engine_command
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
 from tidewheel.stats import EngineStats
-from tidewheel_process.restarts import RestartPolicy
+from tidewheel_process.child import RestartPolicy
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,9 @@ from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.private_dir import run_dir
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys, free_port
-from tidewheel_process.child import Child, StartError
+from tidewheel_process.child import Child, CrashLoop, RestartedChild, StartError
 from tidewheel_process.current_process import STOP_SIGNALS, StopSignals
 from tidewheel_process.locked_folder import new_folder, remove_left_over
-from tidewheel_process.restarts import CrashLoop, RestartedChild
 
 _START_S = 30.0
 _LOOK_S = 0.1

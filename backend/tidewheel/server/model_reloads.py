@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from tidewheel.settings import shown_bytes
-from tidewheel_process.restarts import RestartPolicy
+from tidewheel_process.child import RestartPolicy
 
 MAX_SHARED_BYTES = 128 << 20  # of a front end's tensors
 GIVE_BACK_S = 60.0  # at least, between two replacements

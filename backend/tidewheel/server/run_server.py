@@ -26,9 +26,8 @@ from tidewheel.server.server_log import ServerLog
 from tidewheel.server.supervisor import ServerPlan, Supervisor
 from tidewheel.server.tritonserver import GOOD_DESCRIPTORS, MANY_DESCRIPTORS, ClosedApi, ControlMode, TritonInstall
 from tidewheel.server.workdir import WorkDir
-from tidewheel_process.child import Child, StartError
+from tidewheel_process.child import Child, CrashLoop, RestartedChild, StartError
 from tidewheel_process.current_process import StopSignals, call_at_end_of, raise_descriptor_limit
-from tidewheel_process.restarts import CrashLoop, RestartedChild
 
 _POLL_S = 1
 _STDIN = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.triton.serving import wait_for
-from tidewheel_queue.embedded_redis import find_server
+from tidewheel_queue.redis_endpoint import find_server
 
 SHIFT = Path(__file__).with_name("shifted_clock.c")
 

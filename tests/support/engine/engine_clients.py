@@ -18,7 +18,7 @@ from tidewheel.errors import TidewheelError
 from tidewheel.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats
-from tidewheel_process.restarts import RestartPolicy
+from tidewheel_process.child import RestartPolicy
 
 Key = int | tuple[int, int]
 

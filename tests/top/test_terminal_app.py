@@ -78,33 +78,10 @@ def test_a_request_is_cancelled_after_a_question(
     with_app(check)
 
 
-def test_help_and_quit() -> None:
+def test_q_ends_it() -> None:
     async def check(app: TerminalApp, pilot: Any) -> None:
-        await pilot.press("question_mark")
-        assert isinstance(app.screen, QuestionScreen)
-        assert "cancel the chosen request" in app.screen.text
-        await pilot.press("q")  # any key
-        assert not isinstance(app.screen, QuestionScreen)
         await pilot.press("q")
         assert not app.is_running
-
-    with_app(check)
-
-
-def test_a_paused_view_looks_no_more() -> None:
-    async def check(app: TerminalApp, pilot: Any) -> None:
-        await pilot.press("p")
-        looks = len(app._watch._pages)
-        app._look()
-        await app.workers.wait_for_complete()
-        assert len(app._watch._pages) == looks
-        assert app.query_one("#verdict").render().plain.startswith("PAUSED")  # type: ignore[attr-defined]
-        await pilot.press("p")
-        app._look()
-        await app.workers.wait_for_complete()
-        await pilot.pause()
-        assert len(app._watch._pages) == looks + 1
-        assert app.query_one("#verdict").render().plain.startswith("OVERLOADED")  # type: ignore[attr-defined]
 
     with_app(check)
 

@@ -20,18 +20,6 @@ from tidewheel.top.watch import ServerWatch, cancel
 from tidewheel_client.errors import RequestError
 
 _GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING", "SLOW")
-_HELP = """\
-q           quit
-s           next order of the requests
-up, down    choose a request
-k           cancel the chosen request, after a question
-p           pause, and go on
-?           this help
-
-Rates are those of the last 10 seconds. Errors have the tags of docs/errors.md. The second line \
-says OVERLOADED where requests are refused because others wait, QUEUEING where they wait, and SLOW \
-where answers are late without a queue: then the time of a step makes them so.
-"""
 
 
 class TerminalApp(App[None]):
@@ -44,8 +32,6 @@ class TerminalApp(App[None]):
         Binding("q", "quit", "quit"),
         Binding("s", "sort", "sort"),
         Binding("k", "cancel", "cancel a request"),
-        Binding("p", "pause", "pause"),
-        Binding("question_mark", "help", "help", key_display="?"),
     ]
 
     def __init__(self, watch: ServerWatch, interval_s: float, first: ServerView) -> None:
@@ -55,7 +41,6 @@ class TerminalApp(App[None]):
         self._view = first
         self._problem = ""
         self._orders = deque(view_text.ORDERS)  # the first is shown
-        self._is_paused = False
         self._lines: dict[str, RequestLine] = {}  # by key of the row
 
     def compose(self) -> ComposeResult:
@@ -80,13 +65,6 @@ class TerminalApp(App[None]):
         self._orders.rotate(-1)
         self._draw()
 
-    def action_pause(self) -> None:
-        self._is_paused = not self._is_paused
-        self._draw()
-
-    def action_help(self) -> None:
-        self.push_screen(QuestionScreen(_HELP, keys="Press any key."))
-
     @work(exclusive=True, group="question")
     async def action_cancel(self) -> None:
         chosen = self._lines.get(self._chosen_key())
@@ -95,13 +73,11 @@ class TerminalApp(App[None]):
             return
         cells = request_cells(chosen)
         question = f"Cancel request {cells[-1]} of tenant {cells[-2]}, {cells[2]} old?\nIts client is told so."
-        if await self.push_screen_wait(QuestionScreen(question, keys="y: cancel it    any other key: leave it")):
+        if await self.push_screen_wait(QuestionScreen(question)):
             self._cancel(chosen)
 
     @work(thread=True, exclusive=True, group="look")
     def _look(self) -> None:
-        if self._is_paused:
-            return
         try:
             view, problem = self._watch.look(), ""
         except (TopError, RequestError) as error:
@@ -125,7 +101,7 @@ class TerminalApp(App[None]):
         self.query_one("#headline", Static).update(Text(view_text.headline(view)))
         verdict = self.query_one("#verdict", Static)
         shown = f"NO ANSWER: {self._problem}" if self._problem else view.summary
-        verdict.update(Text(f"PAUSED   {shown}" if self._is_paused else shown))
+        verdict.update(Text(shown))
         word = shown.partition(":")[0]
         verdict.set_class(word in _GOOD, "good")
         verdict.set_class(word in _TOLERABLE, "tolerable")
@@ -158,15 +134,14 @@ class TerminalApp(App[None]):
 class QuestionScreen(ModalScreen[bool]):
     """Question over the view, ended by any key; `y` answers yes."""
 
-    def __init__(self, text: str, keys: str) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.text = text
-        self._keys = keys
 
     def compose(self) -> ComposeResult:
         with Container(id="question"):
             yield Static(Text(self.text))
-            yield Static(Text(self._keys, style="bold"))
+            yield Static(Text("y: cancel it    any other key: leave it", style="bold"))
 
     def on_key(self, event: Key) -> None:
         event.stop()

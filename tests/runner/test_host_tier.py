@@ -15,6 +15,7 @@ from tidewheel.batch import NO_TRANSFERS, ScheduledBatch, TransferArrays
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import ModelShape
+from tidewheel.runner import host_tier
 from tidewheel.runner.host_memory import available_host_bytes, host_limits, total_host_bytes
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
@@ -46,14 +47,17 @@ def batch(step_id: int = 0, **columns: np.ndarray) -> ScheduledBatch:
     )  # fmt: skip
 
 
-SMALL_MEMORY = {"slab_bytes": 2 * LAYOUT.block_bytes, "staging_bytes": 3 * LAYOUT.block_bytes}
+SMALL_MEMORY = {"SLAB_BYTES": 2 * LAYOUT.block_bytes, "STAGING_BYTES": 3 * LAYOUT.block_bytes}
 
 
 @pytest.mark.parametrize("memory", [{}, SMALL_MEMORY], ids=["one slab", "slabs and chunks"])
-def test_blocks_go_out_and_come_back_as_they_were(memory: dict[str, int]) -> None:
+def test_blocks_go_out_and_come_back_as_they_were(memory: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, num_bytes in memory.items():
+        monkeypatch.setattr(host_tier, name, num_bytes)
     kv = numbered_cache(8)
     before = kv.blocks.clone()
-    host = HostBlocks(kv, 7, **memory)
+    host = HostBlocks(kv, 7)
+    assert len(host._slabs) == (4 if memory else 1)
     assert sum(slab.nbytes for slab in host._slabs) == 7 * LAYOUT.block_bytes
     blocks, slots = int32(5, 0, 3, 7, 1), int32(6, 2, 0, 5, 3)
     host.write_out(blocks, slots)

@@ -18,8 +18,6 @@ from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 WHISPER = "WhisperForConditionalGeneration"
 POSITIONS_PER_SECOND = SAMPLING_RATE // SAMPLES_PER_POSITION
 _EPS = 1e-5
-
-
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 

@@ -8,7 +8,7 @@ from tidewheel.batch import ScheduledBatch
 from tidewheel.models.causal_lm import EncoderInput
 from tidewheel.models.whisper import POSITIONS_PER_SECOND, Whisper
 from tidewheel.request import Request
-from tidewheel.runner.inputs import DeviceInputs
+from tidewheel.runner.inputs import DeviceInputs, ForwardBounds
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.settings import shown_bytes
 from tidewheel_kernels import AttentionMetadata
@@ -75,17 +75,9 @@ class EncoderCache:
         if count > len(rows):
             rows = rows.repeat_interleave(inputs.cu_seqlens_q.diff(), output_size=count)
         starts, lengths = self._host_meta
-        meta = AttentionMetadata(
-            slot_mapping=inputs.slot_mapping,
-            block_tables=self._row_blocks.index_select(0, rows),
-            cu_seqlens_q=self._starts[: count + 1],
-            seq_lens=self._lengths[:count],
-            max_seqlen_q=1,
-            max_seq_len=self._num_positions,
-            num_decodes=count,
-            cu_seqlens_q_cpu=starts[: count + 1],
-            seq_lens_cpu=lengths[:count],
-        )
+        bounds = ForwardBounds(1, self._num_positions, count, starts[: count + 1], lengths[:count])
+        tables, cu_seqlens_q = self._row_blocks.index_select(0, rows), self._starts[: count + 1]
+        meta = AttentionMetadata(inputs.slot_mapping, tables, cu_seqlens_q, self._lengths[:count], *bounds)
         return EncoderInput(self._kv.layers, meta)
 
     def _slot_of(self, request: Request) -> int:

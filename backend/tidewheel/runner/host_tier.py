@@ -15,24 +15,22 @@ SLAB_BYTES = 1024 * MIB
 STAGING_BYTES = 64 * MIB
 
 
-def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STAGING_BYTES) -> int:
-    return min(max(1, staging_bytes // block_bytes), num_slots)
+def num_staged_blocks(block_bytes: int, num_slots: int) -> int:
+    return min(max(1, STAGING_BYTES // block_bytes), num_slots)
 
 
 class HostBlocks:
     """Host memory (pinned on CUDA) with a block of all layers per slot, copied through a buffer on the device."""
 
-    def __init__(
-        self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
-    ) -> None:
+    def __init__(self, kv: KVTensors, num_slots: int) -> None:
         """Raise `RuntimeError` if there is too little memory."""
         self.num_slots = num_slots
         self._blocks = kv.blocks
         shape, dtype = self._blocks.shape[1:], self._blocks.dtype
         slot_bytes = shape.numel() * dtype.itemsize
-        num_staged = num_staged_blocks(slot_bytes, num_slots, staging_bytes)
+        num_staged = num_staged_blocks(slot_bytes, num_slots)
         pinned = kv.device.type == "cuda"
-        self._slab_slots = max(1, slab_bytes // slot_bytes)
+        self._slab_slots = max(1, SLAB_BYTES // slot_bytes)
         self._slabs = [
             torch.empty(min(self._slab_slots, num_slots - first), *shape, dtype=dtype, pin_memory=pinned)
             for first in range(0, num_slots, self._slab_slots)

@@ -40,7 +40,6 @@ from tidewheel.runner.kv_tensors import (
     limited_budget,
 )
 from tidewheel.runner.step_graphs import GraphSizes, decode_sizes, prompt_sizes, unsplit_sizes
-from tidewheel.runner.warm_up import StepMemory
 from tidewheel.settings import MIB, shown_bytes
 
 logger = logging.getLogger(__name__)
@@ -132,13 +131,15 @@ def load_parts(config: EngineConfig, progress: Progress, shard: Shard | None = N
     return RunnerParts(model, layout, info, device, compile_log, claim, encoder, shard, draft)
 
 
-def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[BlockTransfers, RunnerInfo]:
+def allocate_cache(
+    parts: RunnerParts, config: EngineConfig, activation_bytes: int, graph_bytes: int
+) -> tuple[BlockTransfers, RunnerInfo]:
     layout, device = parts.layout, parts.device
     if parts.draft is not None:
         parts.draft.kv_layers = ()  # the trial's, or its memory counts as taken
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
-    needs = {"steps and graphs": memory.activations + memory.graphs + staging_bytes}
+    needs = {"steps and graphs": activation_bytes + graph_bytes + staging_bytes}
     if parts.encoder is not None:
         needs |= {"encoded audio": parts.encoder.unbacked_bytes}
     if parts.claim is not None:
@@ -161,7 +162,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
         parts.claim.take(num_bytes)
     info = msgspec.structs.replace(
         parts.info, num_blocks=size.num_blocks, max_model_len=size.max_model_len, cache_source=size.source,
-        shortened=size.shortened, activation_bytes=memory.activations, kv_cache_bytes=num_bytes,
+        shortened=size.shortened, activation_bytes=activation_bytes, kv_cache_bytes=num_bytes,
         num_host_blocks=num_host_blocks, swap_seconds_per_block=cache.seconds_per_block(),
     )  # fmt: skip
     return cache, info

@@ -42,7 +42,6 @@ from tidewheel.runner.step_graphs import DecodeGraph, GraphSizes, LoraStacks, St
 from tidewheel.runner.thread_count import StepThreads
 from tidewheel.runner.warm_up import (
     MEASURED_S,
-    StepMemory,
     StepSize,
     demanding_batch,
     estimated_activation_bytes,
@@ -51,7 +50,6 @@ from tidewheel.runner.warm_up import (
     largest_step,
     measure_decodes,
     measured_activation_bytes,
-    smallest_step,
     warm_up,
 )
 
@@ -102,7 +100,7 @@ class ModelRunner:
         report("profile", 0.0)
         if accelerator is not None and sizes.decodes and not parts.model.is_capturable:
             sizes = cls._tried(parts, accelerator, sizes)
-        cache, info = allocate_cache(parts, config, cls._measured(parts, accelerator, sizes))
+        cache, info = allocate_cache(parts, config, *cls._measured(parts, accelerator, sizes))
         report("profile", 1.0)
         runner = cls(parts._replace(info=info), cache, accelerator)
         if accelerator is not None:
@@ -157,8 +155,8 @@ class ModelRunner:
         return f"a replay changes its logits by {max(differences):.2g}, at most {limit} is right"
 
     @classmethod
-    def _measured(cls, parts: RunnerParts, accelerator: CudaAccelerator | None, sizes: GraphSizes) -> StepMemory:
-        """Measure the largest step's memory with a minimal cache; on a CPU, run the smallest step and estimate."""
+    def _measured(cls, parts: RunnerParts, accelerator: CudaAccelerator | None, sizes: GraphSizes) -> tuple[int, int]:
+        """Return the bytes of the largest step, with a minimal cache, and of graphs; estimates on a CPU."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
 
@@ -171,14 +169,14 @@ class ModelRunner:
         estimated = partial(estimated_activation_bytes, largest, dtype=DTYPES[parts.info.dtype])
         of_drafts = 0 if parts.draft is None else estimated(parts.draft.shape)
         if accelerator is None:
-            run(smallest_step(parts.info))
-            return StepMemory(max(estimated(layout.shape), of_drafts), 0)
+            run(StepSize(1, min(2, parts.info.max_model_len)))
+            return max(estimated(layout.shape), of_drafts), 0
         runner, activation_bytes = measured_activation_bytes(run, largest, device, parts.shard.num_ranks)
         some = GraphSizes(*(part[-NUM_TRIAL_GRAPHS:] for part in sizes))
         taken = runner.capture(some, no_progress)
         counts = [len(runner._graphs_of) * len(part) for part in sizes]
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))
-        return StepMemory(max(activation_bytes, of_drafts), graph_bytes)
+        return max(activation_bytes, of_drafts), graph_bytes
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphSizes:
         """Return the bytes of each graph, the largest first. Raise `ConfigError`."""

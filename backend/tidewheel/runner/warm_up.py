@@ -36,11 +36,6 @@ NUM_MEASURED = 5  # steps of each size
 TRIAL_LENGTHS, NUM_TRIAL_DECODES = (3, 17, 8, 30), 2
 
 
-class StepMemory(NamedTuple):
-    activations: int  # bytes
-    graphs: int
-
-
 class StepSize(NamedTuple):
     num_rows: int
     tokens_per_row: int
@@ -49,10 +44,6 @@ class StepSize(NamedTuple):
 def largest_step(info: RunnerInfo) -> StepSize:
     num_rows = min(info.max_num_seqs, info.max_num_batched_tokens)
     return StepSize(num_rows, max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1)))
-
-
-def smallest_step(info: RunnerInfo) -> StepSize:
-    return StepSize(1, min(2, info.max_model_len))
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:

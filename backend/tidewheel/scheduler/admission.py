@@ -302,21 +302,15 @@ class AdmissionControl:
     def _check_size(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests could never wait together or run."""
         limits, kv = self._state.config, self._state.kv
-        num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
-        check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
+        num_prompt_tokens = request.num_prompt_tokens
+        limit = min(limits.max_model_len, kv.num_blocks * kv.block_size + 1)  # the last token is never cached
+        check_lengths(num_prompt_tokens, request.max_tokens, request.sampling.min_tokens, limit)
         if count > limits.max_waiting_requests:
             raise InvalidRequest(f"n is {count}: at most {limits.max_waiting_requests} requests may wait")
         if count * num_prompt_tokens > limits.max_waiting_tokens:
             raise PromptTooLarge(
                 f"prompt of {num_prompt_tokens} tokens{_times(',', count)}: at most {limits.max_waiting_tokens} "
                 "tokens may wait"
-            )
-        num_blocks = kv.num_blocks_for(request.max_num_tokens - 1)  # the last token is never fed back
-        if num_blocks > kv.num_blocks:
-            raise InvalidRequest(
-                f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} need {num_blocks} blocks of "
-                f"{kv.block_size} tokens: the KV cache has {kv.num_blocks}, enough for "
-                f"{kv.num_blocks * kv.block_size + 1} tokens in all"
             )
 
     def choose_evictions(self, request: Request, count: int, service_class: Priority, now: float) -> list[Request]:

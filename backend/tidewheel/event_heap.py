@@ -21,12 +21,6 @@ class EventHeap(Generic[T]):
         self._heap: list[TimedEvent[T]] = []
         self._num_pushed = 0
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[T]:
-        return (event.subject for event in self._heap)
-
     def push(self, time: float, subject: T, num_live: int) -> None:
         """`num_live`: upper bound on the live events already in the heap."""
         if len(self._heap) >= 2 * num_live + _SLACK:

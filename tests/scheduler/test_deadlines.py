@@ -112,11 +112,11 @@ def test_events_of_the_dead_are_bounded_by_the_living() -> None:
         request = make_request(f"r{number}")
         heap.push(1e9, request, 1)
         request.state = RequestState.FINISHED
-        assert len(heap) <= 2 * 1 + 64
+        assert len(heap._heap) <= 2 * 1 + 64
     alive = make_request("alive")
     heap.push(1.0, alive, 1)
     assert [event.subject for event in heap.pop_due(1e9)] == [alive]
-    assert len(heap) == 0
+    assert not heap._heap
 
 
 def test_events_pushed_while_others_are_popped_are_popped_too() -> None:

@@ -58,7 +58,7 @@ def check_sessions(store: SessionStore) -> None:
     totals = {account: members.total() for account, members in store._members.items()}
     require(totals == store._accounts, "accounts are miscounted")
     require(store._accounts.total() == len(every), "a session belongs to no tenant")
-    waiting = set(map(id, store._expiries))
+    waiting = {id(event.subject) for event in store._expiries._heap}
     require(all(id(session) in waiting for session in every.values()), "a session never expires")
     require(len(every) <= store.limits.max_sessions, "there are too many sessions")
 

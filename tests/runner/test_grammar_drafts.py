@@ -16,8 +16,7 @@ from support.runner.step_loop import request
 from tidewheel.batch import TO_DRAFT, Int32Array, RowArray
 from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
-from tidewheel.scheduler.grammar_drafts import FORCED_KIND, MAX_FORCED_ROWS, GrammarDrafts
-from tidewheel.scheduler.speculation import Proposals
+from tidewheel.scheduler.speculation import FORCED_KIND, MAX_FORCED_ROWS, GrammarDrafts, Proposals
 
 MOST = 24
 PROMPT = np.array([1, 2, 3], dtype=np.int32)

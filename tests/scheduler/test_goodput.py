@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tidewheel.batch import Int32Array
 from tidewheel.scheduler import goodput as module
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, AcceptanceRates, DecodeCost, DecodeStep, Goodput
-from tidewheel.scheduler.grammar_drafts import FORCED_KIND
 from tidewheel.scheduler.prompt_lookup import MATCH_KINDS
+from tidewheel.scheduler.speculation import FORCED_KIND
 
 # SmolLM2-135M on two cores, and a small model on a GPU.
 CPU = [(1, 0.0077), (2, 0.0077), (4, 0.0078), (8, 0.0095), (16, 0.0146), (32, 0.026), (64, 0.05), (128, 0.1)]

@@ -140,7 +140,7 @@ class StepPlanner:
         num_slots = columns.num_slots.take(rows)
         num_blocks = int(((starts + counts - num_slots) // block_size + 1).clip(0).sum())
         if counts.any() and num_blocks + plan.num_sitting_out <= state.kv.num_free_blocks:
-            plan.add_drafts(speculation.drafts(rows, counts), num_slots, block_size)
+            plan.add_drafts(counts, speculation.drafts(rows, counts), num_slots, block_size)
 
     def _grow(self) -> None:
         state, plan, rows = self._state, self._plan, self._plan.growing_rows

@@ -12,12 +12,11 @@ from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import OutputPredictor, StepTime
 from tidewheel.scheduler.goodput import Goodput
-from tidewheel.scheduler.grammar_drafts import GrammarDrafts
 from tidewheel.scheduler.lora_slots import LoraSlots
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.prompt_lookup import PromptLookup
 from tidewheel.scheduler.queue import WaitingSet
-from tidewheel.scheduler.speculation import Proposer, RunnerDrafts, Speculation
+from tidewheel.scheduler.speculation import GrammarDrafts, Proposer, RunnerDrafts, Speculation
 from tidewheel.scheduler.step_plan import InFlightStep, ShapeTurns
 from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import BlockShortage

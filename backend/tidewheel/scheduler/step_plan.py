@@ -16,7 +16,6 @@ from tidewheel.batch import (
 )
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
-from tidewheel.scheduler.speculation import ChosenDrafts
 
 MAX_URGENT = 15  # steps of CRITICAL requests in a row, while others could run
 _LEAST_S = 1e-6  # of a step, if the clock stands still
@@ -144,14 +143,14 @@ class StepPlan:
         self.growing_rows, self.growing_starts = rows[grows], starts[grows]
         self.token_budget -= len(rows)
 
-    def add_drafts(self, drafts: ChosenDrafts, num_slots: Int32Array, block_size: int) -> None:
-        """Repeat each row of a step of decodes alone for its drafts. `num_slots` [n]: what the rows have."""
-        counts = drafts.counts + 1
+    def add_drafts(self, counts: Int32Array, drafts: Int32Array, num_slots: Int32Array, block_size: int) -> None:
+        """Repeat each row of a step of decodes alone for its `counts` drafts. `num_slots` [n]: what the rows have."""
+        counts = counts + 1
         firsts = np.cumsum(counts) - counts
         places = np.arange(counts.sum(), dtype=np.int32) - np.repeat(firsts, counts).astype(np.int32)
         starts = np.repeat(self.decode_starts, counts) + places
         self._draft_tokens = np.full(len(starts), NO_DRAFT, dtype=np.int32)
-        self._draft_tokens[places > 0] = drafts.token_ids
+        self._draft_tokens[places > 0] = drafts
         grows = (starts >= np.repeat(num_slots, counts)) & (starts % block_size == 0)
         self.token_budget += len(counts)
         self.set_decodes(np.repeat(self.decode_rows, counts), starts, grows)

@@ -10,9 +10,8 @@ import numpy as np
 from tidewheel.batch import Int32Array, RowArray
 from tidewheel.scheduler import state
 from tidewheel.scheduler.goodput import NUM_KINDS, Goodput
-from tidewheel.scheduler.grammar_drafts import GrammarDrafts
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.speculation import Proposals
+from tidewheel.scheduler.speculation import GrammarDrafts, Proposals
 
 
 class Guesses:

@@ -179,13 +179,10 @@ INLINE void part_pairs(int8_t *codes) {
 INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
     int8_t *codes = x.codes + at * GROUP;
     float most = largest_of(from, GROUP), factor = LARGEST / (most > LEAST ? most : LEAST);
-    int32_t sum = 0, is_finite = most == most;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < GROUP; i++) {
-        int32_t code = is_finite ? (int32_t)rintf(load(from[i]) * factor) : 0;
-        codes[i] = (int8_t)code;
-        sum += code;
-    }
+    int32_t sum = 0, is_finite = most == most, whole[GROUP];
+    for (int i = 0; i < GROUP; i++) whole[i] = is_finite ? (int32_t)rintf(load(from[i]) * factor) : 0;
+    for (int i = 0; i < GROUP; i++) sum += whole[i];
+    for (int i = 0; i < GROUP; i++) codes[i] = (int8_t)whole[i];
     if (w.bits == 4) part_pairs(codes);
     x.scales[at] = most / LARGEST;
     x.sums[at] = x.scales[at] * (float)sum;

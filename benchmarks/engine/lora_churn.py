@@ -38,8 +38,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import EngineDead, InvalidRequest, NotFound
 from tidewheel.sampling import SamplingParams
-from tidewheel_process.child import RestartPolicy, wait_until
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import ProcessHandle, RestartPolicy, wait_until
 
 NAMES, VERSIONS, SLOTS, HOST = 64, 2, 16, 32
 PROMPTS = tiny_models.prompts(3, 8, 40, seed=5)

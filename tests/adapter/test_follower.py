@@ -26,7 +26,7 @@ from tidewheel.engine.folder import (
 )
 from tidewheel.engine.launcher import choose_engine
 from tidewheel.errors import ConfigError, Draining
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.child import start_ticks
 from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
 LIMIT_S = 60.0

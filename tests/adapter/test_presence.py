@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.adapter.stub_process import Presence, PresenceMark, read_mark
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.child import start_ticks
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tidewheel.adapter.stub_process import read_mark
 from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import ServeError
 from tidewheel.server.workdir import control_of
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.child import start_ticks
 
 pytestmark = pytest.mark.e2e
 

@@ -28,7 +28,7 @@ from tidewheel.engine.folder import (
 from tidewheel.engine.launcher import SPINS, python_executable, record_death, spawn_engine
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.child import start_ticks
 
 
 @pytest.fixture

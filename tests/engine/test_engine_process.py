@@ -35,7 +35,7 @@ from tidewheel.engine.messages import (
 )
 from tidewheel.errors import Busy, ConfigError, Draining, EngineDead
 from tidewheel.sampling import SamplingParams
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import ProcessHandle
 
 Connect = Callable[..., Client]
 LEAVING = (*COMMAND[:-1], "5")  # seconds without a front end after which the engine ends

@@ -21,8 +21,7 @@ from tidewheel.engine.folder import DEATHS, STATUS, Status, new_target, read_sta
 from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.launcher import EngineLauncher
 from tidewheel.errors import ConfigError, EngineDead, PermanentError
-from tidewheel_process.child import Child, RestartPolicy
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import Child, ProcessHandle, RestartPolicy
 from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
 Connect = Callable[..., Client]

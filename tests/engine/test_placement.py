@@ -18,7 +18,7 @@ from tidewheel.engine import launcher
 from tidewheel.engine.folder import CURRENT, find_engine, make_current
 from tidewheel.engine.launcher import choose_engine, stop_engine
 from tidewheel.errors import ConfigError
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import ProcessHandle
 
 Load = Callable[[EngineConfig], Client]
 

@@ -31,7 +31,7 @@ from tidewheel.llm import GenerationResult
 from tidewheel.models.causal_lm import Progress, no_progress
 from tidewheel.runner import device, model_runner, rank_group
 from tidewheel.runner.rank_group import load_group
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import ProcessHandle
 
 LIMIT_S = 120.0
 MAX_TOKENS = 200

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidewheel_process.handle import ProcessHandle, start_ticks
+from tidewheel_process.child import ProcessHandle, start_ticks
 
 
 @pytest.fixture

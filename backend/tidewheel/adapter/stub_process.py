@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tidewheel.private_dir import private_dir, run_dir
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.child import start_ticks
 
 _FOLDER = "front_ends"
 _COUNT = b"%08d "  # of open requests, before the model's name

@@ -16,7 +16,7 @@ from tidewheel.engine import messages
 from tidewheel.engine.folder import Status, read_serving, socket_address
 from tidewheel.engine.heartbeat import HangWatch
 from tidewheel.errors import Busy, TidewheelError
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import ProcessHandle
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, read_value, run_dir, write_value
-from tidewheel_process.child import last_line
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.child import last_line, start_ticks
 from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
 ENGINE_LOCK = "engine.lock"

@@ -20,8 +20,7 @@ from tidewheel.errors import ConfigError, Draining, PermanentError
 from tidewheel.private_dir import check_room, private_dir, read_value, unwritable, write_value
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.settings import MIB
-from tidewheel_process.child import Child, RestartPolicy, wait_until
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import Child, ProcessHandle, RestartPolicy, wait_until
 from tidewheel_process.locked_folder import LOCK, is_at, try_lock, unlock
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ import numpy as np
 from tidewheel.errors import Busy, InternalError
 from tidewheel.one_shot.signature import DTYPES, Array, Arrays, dtype_name
 from tidewheel.private_dir import private_dir
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.child import start_ticks
 
 INLINE_BYTES = 64 << 10
 UNREAD_S = 10.0  # a front end that is silent for 5 s counts as gone

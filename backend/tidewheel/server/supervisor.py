@@ -24,9 +24,8 @@ from tidewheel.server.server_log import ServerLog
 from tidewheel.server.tritonserver import BACKEND, STUB_NAME
 from tidewheel.server.workdir import WorkDir, remove_shared_memory, shared_bytes
 from tidewheel_process import process_tree
-from tidewheel_process.child import Child, DeathCount, Guard
+from tidewheel_process.child import Child, DeathCount, Guard, start_ticks
 from tidewheel_process.current_process import StopSignals, adopt_orphans
-from tidewheel_process.handle import start_ticks
 
 POLL_S = 0.1
 LOOK_S = 0.5

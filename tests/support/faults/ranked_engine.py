@@ -22,8 +22,7 @@ from support.models import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest
 from tidewheel.sampling import SamplingParams
-from tidewheel_process.child import RestartPolicy, wait_until
-from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.child import ProcessHandle, RestartPolicy, wait_until
 
 LIMIT_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")

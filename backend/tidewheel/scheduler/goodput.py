@@ -175,7 +175,7 @@ class Goodput:
         self._num_steps = 0
         self._explores, self._is_trial = explores, False  # the last choice
         self._trial_in = self._trial_period = _TRIAL_PERIOD
-        self._num_vain_looks = 0  # since drafts were chosen, or most were right, or a request entered
+        self._num_vain_looks = 0  # since a step had drafts, or most were right, or a request entered
         self._depths = np.arange(1, most + 1, dtype=np.int32)
         self._numbers = np.arange(1, num_rows * most + 1, dtype=np.int32)
 
@@ -196,11 +196,7 @@ class Goodput:
         """Return the number of drafts of each row [n], at most `counts`, in all at most `budget`."""
         chosen = self._best(rows, counts, kinds, budget)
         self._is_trial = self._explores and self._num_steps >= self._trial_in and not chosen.any()
-        if self._is_trial:
-            chosen = self._trial(rows, counts, budget)
-        if chosen.any():
-            self._num_vain_looks = 0
-        return chosen
+        return self._trial(rows, counts, budget) if self._is_trial else chosen
 
     def observe_drafts(
         self, rows: RowArray, kinds: Int32Array, num_tested: Int32Array, num_accepted: Int32Array
@@ -218,6 +214,7 @@ class Goodput:
             self.cost.observe(step, seconds)
         ratio = 1.0
         if step.num_drafts:
+            self._num_vain_looks = 0
             self._trial_period = min(2 * self._trial_period, _MOST_PERIOD) if self._is_trial else _TRIAL_PERIOD
             self._trial_in = self._num_steps + self._trial_period
         if step.num_drafts or step.has_waited:

@@ -80,6 +80,7 @@ def test_the_wheel_by_name_is_laid_out_as_the_wheel(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     named = package / "tritonserver" / "bin" / "tritonserver"
     assert locate(str(named), {}, NOWHERE).stub.parent.name == PYTHON
+    assert locate(None, {"PATH": str(named.parent)}, NOWHERE).libraries[0] == tmp_path / "nvidia_pytriton.libs"
 
 
 def test_wheel_without_a_stub_for_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

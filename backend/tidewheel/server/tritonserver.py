@@ -58,22 +58,19 @@ def locate(
 
     Raise `ServeError` if none is found.
     """
-    wheel = _wheel_folder()
     for where, path in (("--tritonserver", explicit), ("TRITONSERVER", environment.get("TRITONSERVER"))):
         if not path:
             continue
         binary = Path(path).expanduser().resolve()
         if not (binary.is_file() and os.access(binary, os.X_OK)):
             raise ServeError(f"{where} is {path!r}, no such program: name a tritonserver, or leave it out")
-        if wheel is not None and binary == _wheel_binary(wheel).resolve():
-            return _bundled(wheel)
         return _installed(binary, f"named by {where}")
     if container.is_file():
         return _installed(container, "installed in this container")
     if on_path := shutil.which("tritonserver", path=environment.get("PATH")):
         return _installed(Path(on_path).resolve(), "from PATH")
-    if wheel is not None:
-        return _bundled(wheel)
+    if (bundled := _wheel_binary()) is not None:
+        return _installed(bundled, "from the nvidia-pytriton wheel")
     raise ServeError(
         "no tritonserver found: pip install 'tidewheel[server]' brings one for development; or run in an NVIDIA "
         "Triton container; or name one with --tritonserver PATH"
@@ -82,8 +79,16 @@ def locate(
 
 def _installed(binary: Path, origin: str) -> TritonInstall:
     root = binary.parent.parent
-    stub = root / "backends" / "python" / STUB_NAME
-    _check_parts(binary, stub.with_name("libtriton_python.so"), stub)
+    backends, stubs = root / "backends", root / "python_backend_stubs"
+    stub, libraries = backends / "python" / STUB_NAME, root / "lib"
+    if stubs.is_dir():  # as in the wheel, a stub for each Python
+        stub, libraries = stubs / _PYTHON / STUB_NAME, root.parent.parent / "nvidia_pytriton.libs"
+        if not stub.is_file():
+            offered = ", ".join(sorted(path.name for path in stubs.glob("3.*")))
+            raise ServeError(f"nvidia-pytriton has no stub for Python {_PYTHON}, only for {offered}: use one of them")
+    for part in (backends / "python" / "libtriton_python.so", stub):
+        if not part.is_file():
+            raise ServeError(f"{binary} has no Python backend ({part} is missing): add it, or name another server")
     with stub.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise ServeError(f"{stub} is empty: install the server again")
@@ -94,31 +99,14 @@ def _installed(binary: Path, origin: str) -> TritonInstall:
         raise ServeError(
             f"{stub} is built for Python {linked}, this is Python {_PYTHON}: install tidewheel with Python {linked}"
         )
-    libraries = (root / "lib", *_python_library_folders())
-    return TritonInstall(binary, root / "backends", stub, libraries, origin)
+    return TritonInstall(binary, backends, stub, (libraries, *_python_library_folders()), origin)
 
 
-def _bundled(package: Path) -> TritonInstall:
-    root = package / "tritonserver"
-    stubs = root / "python_backend_stubs"
-    stub = stubs / _PYTHON / STUB_NAME
-    if not stub.is_file():
-        offered = ", ".join(sorted(path.name for path in stubs.glob("3.*")))
-        raise ServeError(f"nvidia-pytriton has no stub for Python {_PYTHON}, only for {offered}: use one of these")
-    binary, backends = _wheel_binary(package), root / "backends"
-    _check_parts(binary, backends / "python" / "libtriton_python.so")
-    libraries = (package.parent / "nvidia_pytriton.libs", *_python_library_folders())
-    return TritonInstall(binary, backends, stub, libraries, "from the nvidia-pytriton wheel")
-
-
-def _wheel_folder() -> Path | None:
+def _wheel_binary() -> Path | None:
     spec = importlib.util.find_spec("pytriton")
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-    return folder if folder is not None and _wheel_binary(folder).is_file() else None
-
-
-def _wheel_binary(package: Path) -> Path:
-    return package / "tritonserver" / "bin" / "tritonserver"
+    binary = folder and folder / "tritonserver" / "bin" / "tritonserver"
+    return binary if binary is not None and binary.is_file() else None
 
 
 def _python_library_folders() -> list[Path]:
@@ -132,12 +120,6 @@ def _python_library_folders() -> list[Path]:
             f"--enable-shared, or install the system's libpython{_PYTHON}"
         )
     return []
-
-
-def _check_parts(binary: Path, *parts: Path) -> None:
-    for part in parts:
-        if not part.is_file():
-            raise ServeError(f"{binary} has no Python backend ({part} is missing): add it, or name another server")
 
 
 def command(

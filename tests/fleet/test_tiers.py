@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tidewheel.fleet.router import RoutedRequest, RouteRequest
-from tidewheel.fleet.routers import PrefixAwareRouter
+from tidewheel.fleet.routers import MEMORY, ROOM, PrefixAwareRouter, ReplicaTerms, TieredRouter
 from tidewheel.fleet.scaling import QUEUE_LIMITS_S
-from tidewheel.fleet.tiers import MEMORY, ROOM, ReplicaTerms, TieredRouter
 from tidewheel.request import Priority
 
 NEAR, FAR = "near", "far"

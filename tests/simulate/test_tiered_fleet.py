@@ -10,8 +10,8 @@ import pytest
 from support.simulate.simulation import make_trace, simulator
 from tidewheel.batch import BoolArray, Float64Array
 from tidewheel.fleet.router import RoutedRequest, RouteRequest
+from tidewheel.fleet.routers import ReplicaTerms, TieredRouter
 from tidewheel.fleet.scaling import QUEUE_LIMITS_S
-from tidewheel.fleet.tiers import ReplicaTerms, TieredRouter
 from tidewheel.request import Priority
 from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.traces import Trace

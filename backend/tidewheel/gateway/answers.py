@@ -261,13 +261,9 @@ def prompt_usage(chunks: IndexedChunks) -> Json:
 
 class TokenizeWriter(AnswerWriter):
     def whole(self, chunks: IndexedChunks) -> bytes:
-        return _text(chunks).encode()  # JSON already
+        return "".join(chunk.text for _, chunk in chunks).encode()  # JSON already
 
 
-class DetokenizeWriter(AnswerWriter):
+class DetokenizeWriter(TokenizeWriter):
     def whole(self, chunks: IndexedChunks) -> bytes:
-        return msgspec.json.encode({"prompt": _text(chunks)})
-
-
-def _text(chunks: IndexedChunks) -> str:
-    return "".join(chunk.text for _, chunk in chunks)
+        return msgspec.json.encode({"prompt": super().whole(chunks).decode()})

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.fleet.tiers import ReplicaTerms
+from tidewheel.fleet.routers import ReplicaTerms
 from tidewheel.gateway.gateway_options import Address
 from tidewheel_client import AsyncClient, Health
 from tidewheel_client.errors import RequestError, RequestTimeout

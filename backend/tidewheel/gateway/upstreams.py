@@ -9,8 +9,7 @@ import aiohttp
 import msgspec
 
 from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
-from tidewheel.fleet.routers import PrefixAwareRouter
-from tidewheel.fleet.tiers import TieredRouter
+from tidewheel.fleet.routers import PrefixAwareRouter, TieredRouter
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
 from tidewheel.gateway.upstream import PROBE_S, TASKS, Task, Upstream

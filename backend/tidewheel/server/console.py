@@ -19,7 +19,6 @@ from tidewheel.version import __version__
 
 _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
-_BAR = "{desc} {percentage:3.0f}% |{bar:30}|"
 tqdm.monitor_interval = 0  # no thread beside one that forks
 OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
 _DEFAULT_GRPC_PORT = 8001
@@ -54,7 +53,7 @@ class Console:
 
 
 class WaitLine:
-    """Status line with a bar where a share is known: redrawn on a terminal, else printed ever more rarely."""
+    """Status line: redrawn on a terminal, else printed ever more rarely."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
@@ -63,17 +62,13 @@ class WaitLine:
         self._next_s = FIRST_LINE_S
         self._bar: tqdm | None = None
 
-    def update(self, what: str, share: float | None = None) -> None:
-        """Show activity `what`, the share of it that is done, and the elapsed seconds. Call every 0.5 s."""
+    def update(self, what: str) -> None:
+        """Show activity `what` and the elapsed seconds. Call every 0.5 s."""
         seconds = self._clock() - self._since
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
                 if self._bar is None:
-                    self._bar = tqdm(
-                        total=1.0, file=self._stream, leave=False, dynamic_ncols=True, bar_format="{desc}"
-                    )
-                self._bar.bar_format = "{desc}" if share is None else _BAR
-                self._bar.n = min(max(share or 0.0, 0.0), 1.0)
+                    self._bar = tqdm(file=self._stream, leave=False, dynamic_ncols=True, bar_format="{desc}")
                 self._bar.set_description_str(f"  {what}, {seconds:.0f} s")
             elif seconds >= self._next_s:
                 self._next_s = 2 * seconds
@@ -112,7 +107,7 @@ def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[N
 
 
 class LoadProgress(WaitLine):
-    """Progress of loading engines: their stages, with the share that the slowest has done."""
+    """Progress of loading engines: the stage of each, with the share of it that is done."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
         super().__init__(stream)
@@ -120,7 +115,7 @@ class LoadProgress(WaitLine):
         self._seen: set[str] = set()
 
     def look(self) -> None:
-        loading: dict[str, float] = {}  # shares by engine and stage
+        loading: list[str] = []
         for name, folder in self._engines.items():
             status = read_status(folder)
             if status is None or status.state not in ("starting", "loading", "ready"):
@@ -130,8 +125,8 @@ class LoadProgress(WaitLine):
                 self._seen.add(stage)
                 self.note(stage)
             if status.state != "ready":
-                loading[stage] = status.fraction
-        self.update(", ".join(loading) or "tritonserver starts", min(loading.values(), default=None))
+                loading.append(f"{stage} {min(status.fraction, 1):.0%}")
+        self.update(", ".join(loading) or "tritonserver starts")
 
 
 def describe_models(

@@ -9,7 +9,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,16 +35,12 @@ _LOOK_S = 0.1
 _PREFIX = "gateway-"
 
 
-def serve_gateway(options: StandaloneOptions) -> int:
+def serve_gateway(options: StandaloneOptions, worker: GatewayWorker = GatewayWorker()) -> int:  # noqa: B008 - frozen
     """Serve until a stop, and return the exit code. Raise `ServeError` or `ConfigError`."""
     check_keys(options.host, options.api_keys)
-    if options.workers > 1:
+    if options.workers > 1 and worker.folder is None:
         ApiKeys(options.api_keys)  # reports errors once
         return _serve_workers(options)
-    return _serve_alone(options, GatewayWorker())
-
-
-def _serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
     protect_texts()
     log_to_stderr(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
@@ -90,27 +86,22 @@ def _serve_workers(options: StandaloneOptions) -> int:
             for index, one in enumerate(children):
                 one.child.wait_ready(partial(_is_settled, GatewayWorker(folder, index), signals), _START_S)
             announce(options.host, port)
-            while not signals.count:
+            num_passed_on = 0  # stop signals
+            while not (num_passed_on and all(one.child.has_ended for one in children)):
+                num_signals = signals.count  # may grow at any time
                 for one in children:
-                    one.watch()
+                    if num_signals > num_passed_on:
+                        one.child.terminate()
+                    elif not num_signals:
+                        one.watch()
+                num_passed_on = num_signals
                 time.sleep(_LOOK_S)
-            _end(children, signals)
         except StartError:
             raise ServeError("a worker of the gateway could not start: its error is above") from None
         finally:
             for one in children:
                 one.child.kill()
     return 0
-
-
-def _end(children: Sequence[RestartedChild], signals: StopSignals) -> None:
-    num_asked = -1
-    while not all(one.child.has_ended for one in children):
-        if signals.count > num_asked:
-            num_asked = signals.count
-            for one in children:
-                one.child.terminate()
-        time.sleep(_LOOK_S)
 
 
 def _is_settled(worker: GatewayWorker, signals: StopSignals) -> bool:
@@ -132,10 +123,9 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 def main(text: str, folder: str = "", index: str = "0") -> int:
     options = msgspec.json.decode(text, type=StandaloneOptions)
+    worker = GatewayWorker(Path(folder), int(index), options.workers) if folder else GatewayWorker()
     try:
-        if folder:
-            return _serve_alone(options, GatewayWorker(Path(folder), int(index), options.workers))
-        return serve_gateway(options)
+        return serve_gateway(options, worker)
     except (ServeError, ConfigError, CrashLoop) as error:
         print(f"tidewheel: error: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -140,8 +140,7 @@ class WorkMeter:
         last, self._last = self._last, state
         slow_arrivals, slow_tokens = self._slow_arrivals.value, self._slow_tokens.value
         self.tokens_per_request = slow_tokens / slow_arrivals if slow_arrivals and slow_tokens else 0.0
-        seconds = 0.0 if last is None else state.now - last.now
-        if last is None or seconds == 0:
+        if last is None or (seconds := state.now - last.now) == 0:
             return
         arrivals = max(state.num_arrivals - last.num_arrivals, 0) / seconds
         tokens = sum(replica.tokens_per_s for replica in state.ready)

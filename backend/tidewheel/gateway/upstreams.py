@@ -47,18 +47,15 @@ class Attempt:
         self.queue_s: float | None = None  # likewise
         self.encode(request.params)
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id + (f"-{self.index}" if len(self.request.prompts) > 1 else "")
-
     def encode(self, params: Mapping[str, object]) -> None:
         self.message = codec.encode(self.ask(params))
         if self.request.traceparent:
             self.message.parameters["traceparent"].string_param = self.request.traceparent
 
     def ask(self, params: Mapping[str, object]) -> Ask:
-        model, prompt, stream = self.request.model, self.request.prompts[self.index], self.request.stream
-        return Ask(model=model, request_id=self.request_id, prompt=prompt, params=params, stream=stream)
+        request, prompt = self.request, self.request.prompts[self.index]
+        request_id = request.request_id + (f"-{self.index}" if len(request.prompts) > 1 else "")
+        return Ask(model=request.model, request_id=request_id, prompt=prompt, params=params, stream=request.stream)
 
     async def send(self, upstream: Upstream) -> AsyncGenerator[list[Any]]:
         """Send the message; yield lists of chunks. Raise `RequestError`. An early close cancels the request."""

@@ -14,7 +14,9 @@ from support.scheduler.ahead_runner import (
     Table,
     seconds_of,
 )
+from tidewheel.batch import RowArray
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, WAIT_CREDIT
+from tidewheel.scheduler.speculation import Proposals
 
 # Small models on a GPU: tokens cost little, and more.
 FLAT = [(1, 0.0014), (8, 0.0014), (16, 0.00145), (32, 0.0016), (64, 0.0019), (128, 0.0028), (576, 0.009)]
@@ -76,6 +78,23 @@ def test_a_request_without_drafts_is_not_late_beside_requests_with_drafts(table:
 )  # fmt: skip
 def test_where_drafts_pay_they_are_waited_for(table: Table, num_rows: int, right: float, gain: float) -> None:
     assert Comparison(table, num_rows, right).least_gain() > gain
+
+
+class ImprovingDrafts(ChanceDrafts):
+    """Proposer, such as a draft model, whose proposals take time: mostly wrong, and right from position 300 on."""
+
+    is_free = False
+
+    def propose(self, rows: RowArray) -> Proposals:
+        self._right = 0.1 if self._num_tokens[rows].max(initial=0) < 300 else 0.9
+        return super().propose(rows)
+
+
+@pytest.mark.parametrize(("table", "num_rows"), [(FLAT, 8), (STEEP, 1)])
+def test_drafts_that_begin_to_be_right_are_found_where_steps_wait_for_them(table: Table, num_rows: int) -> None:
+    engine = ModelledEngine(table, num_rows, ImprovingDrafts(0.1, [1.0] * num_rows, seed=1))
+    engine.run(900)
+    assert engine.scheduler.stats().num_accepted_draft_tokens > 300 * num_rows
 
 
 def test_where_no_step_is_launched_ahead_none_has_waited() -> None:

@@ -175,7 +175,6 @@ class Goodput:
         self._num_steps = 0
         self._explores, self._is_trial = explores, False  # the last choice
         self._trial_in = self._trial_period = _TRIAL_PERIOD
-        self._num_vain_looks = 0  # since a step had drafts, or most were right, or a request entered
         self._depths = np.arange(1, most + 1, dtype=np.int32)
         self._numbers = np.arange(1, num_rows * most + 1, dtype=np.int32)
 
@@ -183,14 +182,11 @@ class Goodput:
         self.rates.enter(row)
         self.balances[row] = self.num_tokens[row] = 0.0
         self._classes[row] = service_class
-        self._num_vain_looks = 0
 
-    def is_look_due(self, num_steps: int) -> bool:
+    def is_look_due(self, num_steps: int, num_vain_looks: int) -> bool:
         """Return whether to look for drafts, so many steps after the last look: seldom, if looks were in vain."""
         most = MOST_WITH_TRIALS if self._explores else MOST_HALVINGS
-        is_due = num_steps >= 1 << min(self._num_vain_looks // PATIENCE, most)
-        self._num_vain_looks += is_due
-        return is_due
+        return num_steps >= 1 << min(num_vain_looks // PATIENCE, most)
 
     def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
         """Return the number of drafts of each row [n], at most `counts`, in all at most `budget`."""
@@ -204,8 +200,6 @@ class Goodput:
         """Learn from drafts of distinct rows, up to and with the first wrong one, whether or not a step ran them."""
         self._tested_in[rows] = self._num_steps
         self.rates.observe(rows, kinds, num_tested, num_accepted)
-        if 2 * num_accepted.sum() >= max(num_tested.sum(), 1):
-            self._num_vain_looks = 0
 
     def observe_step(self, rows: RowArray, num_tokens: Int32Array, step: DecodeStep, seconds: float) -> None:
         """Learn from a step of decodes alone, in which distinct rows got `num_tokens` [n]."""
@@ -214,7 +208,6 @@ class Goodput:
             self.cost.observe(step, seconds)
         ratio = 1.0
         if step.num_drafts:
-            self._num_vain_looks = 0
             self._trial_period = min(2 * self._trial_period, _MOST_PERIOD) if self._is_trial else _TRIAL_PERIOD
             self._trial_in = self._num_steps + self._trial_period
         if step.num_drafts or step.has_waited:

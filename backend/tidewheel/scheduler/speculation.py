@@ -198,9 +198,11 @@ class Speculation:
         self._had_drafts = False  # the step that is applied
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
+        self._num_vain_looks = 0  # since drafts were chosen, or most were right, or a request entered
 
     def enter(self, request: Request) -> None:
         self._append_unseen()
+        self._num_vain_looks = 0
         output = np.array(request.output_token_ids, dtype=np.int32)
         self._proposer.enter(request.row, np.concatenate((request.prompt_token_ids, output)))
         self._goodput.enter(request.row, int(self._columns.classes[request.row]))
@@ -211,6 +213,8 @@ class Speculation:
         counts = np.minimum(self._counts.take(rows), most)
         if counts.any():
             counts = self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
+            if counts.any():
+                self._num_vain_looks = 0
         return counts
 
     def is_worthwhile(self) -> bool:
@@ -247,14 +251,17 @@ class Speculation:
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
+        if 2 * num_right.sum() >= len(num_right) > 0:
+            self._num_vain_looks = 0
 
     def propose(self) -> None:
         """Propose what follows the tokens of the rows that were observed last; seldom, if looks were in vain."""
-        if not self._goodput.is_look_due(len(self._unseen)):
+        if not self._goodput.is_look_due(len(self._unseen), self._num_vain_looks):
             if self.has_proposals:
                 self._counts[:] = 0
                 self.has_proposals = False
             return
+        self._num_vain_looks += 1
         self._append_unseen()
         rows = (np.bincount(self._last_rows, minlength=len(self._counts)) * self._columns.running).nonzero()[0]
         self._counts[rows], self._token_ids[rows], self._kinds[rows] = self._proposer.propose(rows)

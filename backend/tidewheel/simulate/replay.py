@@ -110,7 +110,7 @@ class RecordedLengths(Goodput):
         super().__init__(1, 1)
         self.planned = record.ScheduleEvent(0.0)
 
-    def is_look_due(self, num_steps: int) -> bool:  # noqa: ARG002
+    def is_look_due(self, num_steps: int, num_vain_looks: int) -> bool:  # noqa: ARG002
         return True
 
     def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:  # noqa: ARG002

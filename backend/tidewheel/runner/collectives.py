@@ -159,39 +159,47 @@ class NcclCollectives(Collectives):
 
 
 class SymmetricCollectives(NcclCollectives):
-    """GPUs that sum small bfloat16 tensors in torch's symmetric memory, if all can: buffers that every rank maps.
+    """GPUs of one NVLink switch that sum small bfloat16 tensors in torch's symmetric memory: buffers all ranks map.
 
     One rank adds an element's parts and writes the sum to all: the same bits. A sum waits for ranks without a limit.
+    Without a switch all sums are NCCL's: over PCIe, ranks can map memory, and wait in it for each other for ever.
     """
 
     def __init__(self, memory: int, rank: int, num_ranks: int, timeout_s: float, device: str = "cuda") -> None:
         super().__init__(memory, rank, num_ranks, timeout_s)
-        self._buffer, reason = torch.empty(0, dtype=torch.bfloat16, device=device), ""
-        for step in (functools.partial(next, _mappings), self._map, self._compare):
+        self._buffer = torch.empty(0, dtype=torch.bfloat16, device=device)
+        operation, level, reason = 0, logging.INFO, "another rank cannot map memory, or has for another group"
+        if self._agree(next(_mappings)):
+            self._store.set_timeout(timedelta(seconds=30))  # for a rank that has failed
             try:
-                value = int(step())
+                operation = self._map()
             except Exception as error:  # of any kind: other ranks wait for this one's value
-                value, reason = 0, f"{type(error).__name__}: {error}".partition("\n")[0]
-            values = self.all_gather(torch.tensor([value], device=device))
-            if not value or (values != value).any():
-                self._buffer = self._buffer[:0]
-                log.info("all sums by NCCL: %s", reason or "another rank cannot map memory, or sums differ")
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._store.set_timeout(timedelta(seconds=timeout_s))
+        if self._agree(operation):
+            if self._agree(self._compare()):
+                log.info("sums of up to %d bytes by %s, others by NCCL", self._buffer.nbytes, self._add.__name__)
                 return
-        log.info("sums of up to %d bytes by %s, others by NCCL", self._buffer.nbytes, self._add.__name__)
+            level, reason = logging.WARNING, "sums in symmetric memory are not NCCL's, or not the same on all ranks"
+        self._buffer = self._buffer[:0]
+        log.log(level, "all sums by NCCL: %s", reason)
+
+    def _agree(self, value: int) -> bool:
+        values = self.all_gather(torch.tensor([value], device=self._buffer.device))
+        return value > 0 and bool((values == value).all())
 
     def _map(self) -> int:
         """Map a buffer of each rank, at addresses that graphs can hold. Return 1, or 2 if sums are by multicast."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        if (capability := torch.cuda.get_device_capability()) < (8, 0):
-            raise RuntimeError("GPUs need compute capability 8.0")
-        self._store.set_timeout(timedelta(seconds=30))  # for a rank that has failed
         self._members = distributed.ProcessGroup(self._store, self._rank, self._num_ranks)
         self._name = cast(Any, os.urandom(8).hex())
         _register_process_group(self._name, self._members)  # keeps no reference
         self._buffer = symmetric_memory.empty(SYMMETRIC_SIZE, dtype=torch.bfloat16, device=self._buffer.device)
-        has_multicast = symmetric_memory.rendezvous(self._buffer, self._name).multicast_ptr != 0
-        uses_multicast = has_multicast and self._num_ranks >= (4 if capability < (10, 0) else 6)  # as in vLLM
+        if symmetric_memory.rendezvous(self._buffer, self._name).multicast_ptr == 0:
+            raise RuntimeError("no NVLink switch with multicast joins the GPUs")
+        least = 4 if torch.cuda.get_device_capability() < (10, 0) else 6  # ranks, as in vLLM
+        uses_multicast = self._num_ranks >= least
         self._add = getattr(torch.ops.symm_mem, "multimem_all_reduce_" if uses_multicast else "two_shot_all_reduce_")
         return 1 + uses_multicast
 

@@ -24,6 +24,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from support.kvcache import invariants
 from support.kvcache.kv_machine import KVMachine
 from tidewheel.errors import InternalError
 from tidewheel.kvcache import prefix
@@ -71,7 +72,7 @@ def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(KVCacheManager, "_take_and_fill", take_and_fill)
     patch.setattr(TransferQueue, "take", take)
-    patch.setattr(TransferQueue, "held_sources", lambda self: [])
+    patch.setattr(invariants, "held_sources", lambda transfers: [])
 
 
 def slot_given_away(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def fetched_blocks_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 def fetched_blocks_free(patch: pytest.MonkeyPatch) -> None:
     def fetch(self: TransferQueue, slots: Any, blocks: Any) -> None:
-        self._fetched.in_slots.extend(slots)
+        self._next.in_slots.extend(slots)
         self._pool.free(blocks)
 
     patch.setattr(TransferQueue, "fetch", fetch)

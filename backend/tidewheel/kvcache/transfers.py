@@ -38,8 +38,7 @@ class TransferQueue:
         self._pool = pool
         self._host = host
         self._out_blocks: list[int] = []
-        self._out_slots: list[int] = []
-        self._fetched = _StepHolds([], [], [], [])
+        self._next = _StepHolds([], [], [], [])  # of the next batch
         self.arrivals: dict[int, IncomingBlocks] = {}  # by row; sources are pinned
         self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))
 
@@ -52,13 +51,13 @@ class TransferQueue:
             if slot is None:
                 return index
             self._out_blocks.append(block_id)
-            self._out_slots.append(slot)
+            self._next.out_slots.append(slot)
         return len(keys)
 
     def fetch(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy pinned slots to blocks in use with the next batch, and free both when its step is done."""
-        self._fetched.in_slots.extend(slots)
-        self._fetched.blocks.extend(block_ids)
+        self._next.in_slots.extend(slots)
+        self._next.blocks.extend(block_ids)
 
     def cancel(self, row: int) -> None:
         arrival = self.arrivals.pop(row, None)
@@ -67,24 +66,20 @@ class TransferQueue:
             self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[TransferArrays, dict[int, IncomingBlocks]]:
-        if not self.arrivals and not self._out_blocks and not self._fetched.blocks:
+        if not self.arrivals and not self._out_blocks and not self._next.blocks:
             return NO_TRANSFERS, {}
-        arrivals, self.arrivals = self.arrivals, {}
-        fetched, self._fetched = self._fetched, _StepHolds([], [], [], [])
-        in_slots = [*fetched.in_slots, *(slot for arrival in arrivals.values() for slot in arrival.slots)]
-        in_blocks = [*fetched.blocks, *(block_id for arrival in arrivals.values() for block_id in arrival.blocks)]
-        sources = [block_id for arrival in arrivals.values() for block_id in arrival.copy_sources]
-        targets = [block_id for arrival in arrivals.values() for block_id in arrival.copy_targets]
-        columns = (sources, targets, self._out_blocks, self._out_slots, in_slots, in_blocks)
+        step = self._steps[step_id] = self._next
+        arrivals, in_blocks, targets = self.arrivals, [*step.blocks], list[int]()
+        for arrival in arrivals.values():
+            step.in_slots.extend(arrival.slots)
+            in_blocks.extend(arrival.blocks)
+            step.sources.extend(arrival.copy_sources)
+            targets.extend(arrival.copy_targets)
+        columns = (step.sources, targets, self._out_blocks, step.out_slots, step.in_slots, in_blocks)
         transfers = TransferArrays(*[np.array(column, dtype=np.int32) for column in columns])
-        step = self._steps[step_id]
-        step.out_slots.extend(self._out_slots)
-        step.in_slots.extend(in_slots)
-        step.sources.extend(sources)
-        step.blocks.extend(fetched.blocks)
         self._stats.num_swapped_out += len(self._out_blocks)
         self._stats.num_swapped_in += len(in_blocks)
-        self._out_blocks, self._out_slots = [], []
+        self.arrivals, self._out_blocks, self._next = {}, [], _StepHolds([], [], [], [])
         return transfers, arrivals
 
     def hold(self, block_ids: list[int], step_id: int) -> None:
@@ -93,39 +88,27 @@ class TransferQueue:
     def done(self, step_id: int) -> None:
         step = self._steps.pop(step_id, None)
         if step is not None:
-            self._unpin(step)
-            self._pool.free(step.blocks)
+            self._release(step)
 
     def abandon(self) -> None:
         """Free the blocks of failed steps in flight and drop their hashes. The caller must `forget` the rows."""
-        steps = [*self._steps.values(), _StepHolds(self._out_slots, [], [], [])]
+        steps = [*self._steps.values(), self._next]
         self._steps.clear()
-        self._out_blocks, self._out_slots = [], []
+        self._out_blocks, self._next = [], _StepHolds([], [], [], [])
         for step in steps:
             for slot in step.out_slots:
                 self._host.drop(self._host.hash_of(slot))
-            self._unpin(step)
-        blocks = [block_id for step in steps for block_id in step.blocks]
-        for block_id in blocks:
-            self._pool.drop(self._pool.hash_of(block_id))
-        self._pool.free(blocks)
-
-    def held_sources(self) -> list[int]:
-        queued = [block_id for arrival in self.arrivals.values() for block_id in arrival.copy_sources]
-        return queued + self._carried_sources()
-
-    def held_blocks(self) -> list[int]:
-        return [block_id for step in self._steps.values() for block_id in step.blocks]
+            for block_id in step.blocks:
+                self._pool.drop(self._pool.hash_of(block_id))
+            self._release(step)
 
     def num_returning_blocks(self) -> int:
-        held = Counter(self.held_blocks() + self._carried_sources())
+        held = Counter([block_id for step in self._steps.values() for block_id in (*step.blocks, *step.sources)])
         return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
 
-    def _carried_sources(self) -> list[int]:
-        return [block_id for step in self._steps.values() for block_id in step.sources]
-
-    def _unpin(self, step: _StepHolds) -> None:
+    def _release(self, step: _StepHolds) -> None:
         # Evict the last block first.
         self._host.free(step.out_slots[::-1])
         self._host.free(step.in_slots[::-1])
         self._pool.free(step.sources)
+        self._pool.free(step.blocks)

@@ -189,15 +189,10 @@ class ServiceEstimate:
             self._seconds = self._seconds * fade + elapsed
             self._seen_at = now
 
-    def tokens_per_second(self, now: float) -> float | None:
-        if self._seconds * _fade(now, self._seen_at) < _MIN_BACKLOG_S or self._tokens <= 0.0:
-            return None
-        return self._tokens / self._seconds
-
     def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
         """Return the time until all tokens ahead have started: with free rows, at most their prefill."""
-        pace = self.tokens_per_second(now)
-        seconds = 0.0 if pace is None else num_tokens_ahead / pace
+        is_known = self._seconds * _fade(now, self._seen_at) >= _MIN_BACKLOG_S and self._tokens > 0.0
+        seconds = num_tokens_ahead / (self._tokens / self._seconds) if is_known else 0.0
         if has_free_rows and self._step_time.is_fresh(now):
             seconds = min(seconds, self.prefill_seconds(num_tokens_ahead, now))
         return seconds

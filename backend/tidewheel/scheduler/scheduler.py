@@ -124,12 +124,11 @@ class Scheduler:
         state = self._state
         state.in_flight.clear()
         state.kv.transfers.abandon()
-        loads = state.loras.contents
         failed = list(state.requests.values())
         for request in failed:
             request.error = error
             state.end(request, FinishReason.ERROR, self._now, keep_cached=False)
-        state.loras.discard_loads(loads)
+        state.loras.discard_loads(state.loras.contents)
         return failed
 
     def best_class(self) -> int:

@@ -10,6 +10,7 @@ from tidewheel.errors import require
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionStore
+from tidewheel.kvcache.transfers import TransferQueue
 from tidewheel.tenants import account_of
 
 
@@ -23,8 +24,8 @@ def check_cache(kv: KVCacheManager) -> None:
     require(tables.keys() >= set(kv.prefixes.computing.values()), "rows that left are computing blocks")
     for row, arrival in kv.transfers.arrivals.items():
         require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")
-    named = Counter(chain(kv.transfers.held_blocks(), *tables.values()))
-    references = named + Counter(kv.transfers.held_sources())
+    named = Counter(chain(held_blocks(kv.transfers), *tables.values()))
+    references = named + Counter(held_sources(kv.transfers))
     for block_id, count in enumerate(kv._pool.ref_count):
         require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
     for row, table in tables.items():
@@ -33,6 +34,17 @@ def check_cache(kv: KVCacheManager) -> None:
             require(kv._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
             require(named[block_id] == 1, f"writable block {block_id} is shared")
             require(kv._pool._keepers.get(block_id, 0) == 0, f"writable block {block_id} is a session's")
+
+
+def held_blocks(transfers: TransferQueue) -> list[int]:
+    """Return the blocks of rows that left and of sessions brought back, held by steps in flight."""
+    return [block_id for step in transfers._steps.values() for block_id in step.blocks]
+
+
+def held_sources(transfers: TransferQueue) -> list[int]:
+    """Return the blocks that copies inside the pool read, queued or in flight."""
+    queued = [block_id for arrival in transfers.arrivals.values() for block_id in arrival.copy_sources]
+    return queued + [block_id for step in transfers._steps.values() for block_id in step.sources]
 
 
 def check_sessions(store: SessionStore) -> None:

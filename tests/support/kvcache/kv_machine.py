@@ -18,6 +18,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from support.kvcache import invariants
 from support.kvcache.invariants import check_cache, free_blocks
 from tidewheel.errors import NotFound
 from tidewheel.kvcache.manager import KVCacheManager
@@ -154,7 +155,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def num_free(self) -> int:
         """Count the blocks that neither a row nor a transfer holds."""
-        held = self.references().keys() | set(self.kv.transfers.held_sources())
+        held = self.references().keys() | set(invariants.held_sources(self.kv.transfers))
         return self.kv.num_blocks - len(held)
 
     def num_pool_hits(self, request: Request) -> int:
@@ -165,7 +166,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def num_host_hits(self, request: Request, num_pool_hits: int) -> int:
         """Count the blocks behind them that the host tier has."""
-        pending = dict(zip(self.kv.transfers._out_slots, self.kv.transfers._out_blocks, strict=True))
+        pending = dict(zip(self.kv.transfers._next.out_slots, self.kv.transfers._out_blocks, strict=True))
         tails = {session.tail_key for session in self.kv.sessions._sessions.values()}
         slots = [slot for key, slot in self.kv._host._blocks.items() if key not in tails]
         known = {(self.memory[pending[slot]] if slot in pending else self.host_memory[slot])[-1] for slot in slots}
@@ -272,7 +273,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def give_table(self, request: Request, hit: PrefixHit, keep_free: int = 0) -> None:
         num_new = self.kv.num_blocks_for(request.num_tokens) - len(hit.block_ids)
-        references, held = self.references(), self.kv.transfers.held_sources()
+        references, held = self.references(), invariants.held_sources(self.kv.transfers)
         revived = [b for b in hit.block_ids if not references[b] and b not in held]
         num_left = self.num_free() - num_new - len(revived)
         is_tail_free = hit.tail_block >= 0 and not references[hit.tail_block] and hit.tail_block not in held

@@ -19,6 +19,7 @@ import numpy as np
 from support.engine.fake_runner import VOCAB_SIZE, Row, next_token, prefix_hash
 from support.engine.late_runner import LatePending, LateRunner
 from support.engine.request_ledger import RequestLedger
+from support.kvcache.invariants import held_blocks, held_sources
 from support.scheduler.invariants import check_invariants
 from support.scheduler.scheduling import make_config, make_request
 from tidewheel.batch import (
@@ -418,7 +419,7 @@ class LoadRun(RequestLedger):
                 key = request.request_id, int(columns.num_tokens[row])
                 if start == key[1] - 1 and not request.num_preemptions:
                     self.places[key] = start, len(table)
-        used.update(kv.transfers.held_blocks(), kv.transfers.held_sources())
+        used.update(held_blocks(kv.transfers), held_sources(kv.transfers))
         assert kv.num_free_blocks == kv.num_blocks - len(used), "blocks are kept that no row needs"
 
     def _check_proposer(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.engine.targets import new_target
 from tidewheel.adapter import follower as module
 from tidewheel.adapter.follower import Follower
 from tidewheel.config import EngineConfig
@@ -20,7 +21,6 @@ from tidewheel.engine.folder import (
     EngineTarget,
     Status,
     make_current,
-    new_target,
     read_status,
     write_status,
 )

@@ -195,8 +195,8 @@ def test_empty_sampling_parameters() -> None:
     ("text", "word"),
     [
         ("{", "character 1"),
-        ("[1]", "list"),
-        ("null", "NoneType"),
+        ("[1]", "JSON object"),
+        ("null", "JSON object"),
         ('{"n": 1, "n": 2}', "twice"),
         ("[" * 100_000, "deep"),
         ('{"seed": ' + "9" * 5000 + "}", "digits"),

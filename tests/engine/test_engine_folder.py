@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.engine.targets import new_target
 from tidewheel.config import EngineConfig
 from tidewheel.engine.folder import (
     DEATHS,
@@ -19,7 +20,6 @@ from tidewheel.engine.folder import (
     Status,
     engine_dir,
     last_log_line,
-    new_target,
     read_status,
     settings_digest,
     socket_address,

@@ -204,7 +204,7 @@ def test_embeddings_need_hidden_states() -> None:
         (None, {"bad_words_ids": ((),)}, "empty token sequence"),
         (None, {"bad_words_ids": ((1, 100),)}, "bad_words has token id 100"),
         (None, {"bad_words_ids": ((1,) * 257,)}, "257 entries: at most 256"),
-        (None, {"bad_words_ids": ((1,),) * (MAX_BAD_SEQUENCES + 1)}, "257 token sequences: at most 256"),
+        (None, {"bad_words_ids": ((1,),) * (MAX_BAD_SEQUENCES + 1)}, "bad_words has 257 entries: at most 256"),
         (None, {"priority": 5}, "priority is 5"),
         (None, {"priority": -1}, "priority is -1"),
         (None, {"tenant": "x" * 129}, "tenant has 129 characters: at most 128"),

@@ -13,10 +13,10 @@ from support.engine.engine_clients import Client, Recorder, endless, request
 from support.engine.fake_engine import write_model_folder
 from support.engine.fake_runner import naive_output
 from support.engine.faulty_engine import DIES, RAISES
+from support.engine.targets import new_target
 from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import MAX_REFUSED_TENANTS, EngineClient
-from tidewheel.engine.folder import new_target
 from tidewheel.engine.messages import Delta
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import to_source

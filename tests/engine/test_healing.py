@@ -15,9 +15,10 @@ import zmq
 
 from support.engine.engine_clients import LIMIT_S, Client, endless, request
 from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, LOADS_FOREVER, READS
+from support.engine.targets import new_target
 from tidewheel.config import EngineConfig
 from tidewheel.engine import launcher, process
-from tidewheel.engine.folder import DEATHS, STATUS, Status, new_target, read_status
+from tidewheel.engine.folder import DEATHS, STATUS, Status, read_status
 from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.launcher import EngineLauncher
 from tidewheel.errors import ConfigError, EngineDead, PermanentError

@@ -13,8 +13,9 @@ import pytest
 from support.engine.engine_clients import Client, request
 from support.engine.faulty_engine import DIES
 from support.engine.lora_doubles import write_lora
+from support.engine.targets import new_target
 from tidewheel.config import EngineConfig
-from tidewheel.engine.folder import LOG, LORAS, new_target
+from tidewheel.engine.folder import LOG, LORAS
 from tidewheel.engine.launcher import stop_engine
 
 Connect = Callable[..., Client]

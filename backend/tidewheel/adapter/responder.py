@@ -40,7 +40,7 @@ class TritonSink:
         self.format = ResponseFormat()  # set before sending
         self._sender = sender
         self._on_end = on_end
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `send` may call `fail`
         self._is_open = True
         self._is_cancelled = False
         self._texts: list[list[str]] = []  # if text accumulates
@@ -55,11 +55,18 @@ class TritonSink:
             except Exception as error:
                 pb_utils.Logger.log_error(f"a response could not be sent: {error}")
                 self._is_cancelled = True
-                self._fail(InternalError("the response could not be sent; the server's log says why"))
+                self.fail(InternalError("the response could not be sent; the server's log says why"))
 
     def fail(self, error: TidewheelError) -> None:
         with self._lock:
-            self._fail(error)
+            if not self._is_open:
+                return
+            self._is_open = False
+            try:
+                self._sender.send(error_response(error), flags=_FINAL)
+            except Exception as reason:
+                pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
+            self._on_end()
 
     def is_cancelled(self) -> bool:
         if not self._lock.acquire(blocking=False):
@@ -81,16 +88,6 @@ class TritonSink:
         if is_final:
             self._is_open = False
             self._on_end()
-
-    def _fail(self, error: TidewheelError) -> None:
-        if not self._is_open:
-            return
-        self._is_open = False
-        try:
-            self._sender.send(error_response(error), flags=_FINAL)
-        except Exception as reason:
-            pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
-        self._on_end()
 
     def _accumulated(self, response: Response) -> Response:
         self._texts.append([chunk.text for chunk in response])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.errors import ConfigError, InvalidRequest
-from tidewheel.frontend.coercion import INPUT_TENSOR, ParameterSource, check_size, parse_json, show, to_text
+from tidewheel.frontend.coercion import INPUT_TENSOR, ParameterSource, check_size, expect, parse_json, show, to_text
 from tidewheel.frontend.request_parameters import FIELDS, WEIGHTS, WORDS, GenerateRequest, Task
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.parameters import MAX_INT32
@@ -255,12 +255,8 @@ def _adapt(tensors: dict[str, object], sources: Iterable[ParameterSource]) -> No
 
 def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
     data = _bytes(inputs, "sampling_parameters", MAX_PARAMETER_BYTES)
-    if not data:
-        return {}
-    values = parse_json(data, "sampling_parameters")
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"sampling_parameters must be a JSON object, not a {type(values).__name__}")
-    return values
+    name = "sampling_parameters"
+    return expect(name, parse_json(data, name), dict, "a JSON object") if data else {}
 
 
 def request_parameters(request: Any) -> dict[str, object]:

@@ -77,12 +77,6 @@ class EngineTarget(NamedTuple):
     read_ns: int  # time of `config`, monotonic clock
 
 
-def new_target(folder: Path, config: EngineConfig, identity: str = "") -> EngineTarget:
-    return EngineTarget(
-        folder, identity or settings_digest(config.to_settings()), config, config, time.monotonic_ns()
-    )
-
-
 def socket_address(directory: Path) -> str:
     return f"ipc://{directory / SOCKET}"
 

@@ -43,7 +43,7 @@ def choose_engine(model_dir: Path, config: EngineConfig) -> folder.EngineTarget:
     """Return the engine to start or join, for `make_current`. Stop the present one if memory does not hold both."""
     status = folder.read_status(model_dir / folder.CURRENT)
     identity = _identity(config)
-    wanted = folder.new_target(model_dir / identity, config, identity)
+    wanted = folder.EngineTarget(model_dir / identity, identity, config, config, time.monotonic_ns())
     is_first = status is None or not status.is_alive or status.is_draining
     if status is not None and not is_first:
         try:

@@ -124,10 +124,6 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         """Most tokens of prompt and output together. The last token is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
-    @property
-    def implementation(self) -> str:
-        return "native" if self.is_native else "through transformers"
-
     def describe(self) -> list[str]:
         """Return lines for the log and the console."""
         if self.signature is not None:
@@ -144,9 +140,10 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         memory = ", ".join(f"{name} {shown_bytes(size)}" for name, size in named.items() if size)
         form = f", in {self.kv_cache_dtype}" if self.kv_cache_dtype else ""
         source = f"; sized by {self.cache_source}" if self.cache_source else ""
+        path = "native" if self.is_native else "through transformers"
         swap_ms = 1e3 * (self.swap_seconds_per_block or 0.0)
         return [
-            f"model: {self.architecture}, {self.dtype}, on {self.device}, {self.implementation}; "
+            f"model: {self.architecture}, {self.dtype}, on {self.device}, {path}; "
             f"loaded in {self.load_seconds:.1f} s" + (f" ({stages})" if stages else ""),
             f"memory: {memory}",
             f"KV cache {shown_bytes(self.kv_cache_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"

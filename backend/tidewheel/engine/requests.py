@@ -248,10 +248,7 @@ def _check_allowed(message: AddRequest, info: EngineInfo) -> None:
 
 
 def _check_bad_words(sequences: tuple[tuple[int, ...], ...], info: EngineInfo) -> None:
-    if len(sequences) > MAX_BAD_SEQUENCES:
-        raise InvalidRequest(
-            f"bad_words has {len(sequences)} token sequences: at most {MAX_BAD_SEQUENCES} are allowed"
-        )
+    check_count("bad_words", len(sequences), MAX_BAD_SEQUENCES)
     num_tokens = sum(map(len, sequences))
     if num_tokens > MAX_BAD_TOKENS:
         raise InvalidRequest(f"bad_words has {num_tokens} tokens in all: at most {MAX_BAD_TOKENS} are allowed")

@@ -324,10 +324,8 @@ class EngineServer:
 
 
 def _readable_key(payload: bytes) -> int | None:
-    try:
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         match msgspec.msgpack.decode(payload):
             case ["AddRequest", int(key), *_] if not isinstance(key, bool):
                 return key
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass
     return None

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from support.engine.faulty_engine import prompt_bytes
+from support.engine.targets import new_target
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
-from tidewheel.engine.folder import EngineTarget, Status, new_target, read_status
+from tidewheel.engine.folder import EngineTarget, Status, read_status
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import TidewheelError
 from tidewheel.request_options import RequestOptions

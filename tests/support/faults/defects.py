@@ -140,7 +140,7 @@ def stale_heartbeat(exceeds: Function, watch: Any, seconds: float, steps: float)
 # --- front ends ---------------------------------------------------------------------------------------------------
 
 
-@planted("tidewheel.adapter.responder", "TritonSink._fail")
+@planted("tidewheel.adapter.responder", "TritonSink.fail")
 def lost_final(fail: Function, sink: Any, error: Exception) -> None:
     """End a request that is too large without an answer."""
     if "TW-TOO-LARGE" in str(error):

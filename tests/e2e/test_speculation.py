@@ -62,16 +62,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def drafted(server: Server) -> Mapping[str, PerfMetrics]:
-    """Return the figures of a request with drafts, by model: it takes some steps until their price is known."""
+    """Return the figures of a request with accepted drafts, by model: their price and worth are learned first."""
 
     def with_drafts(model: str) -> PerfMetrics | None:
         with Client(server.grpc, model) as client:
             options = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True, "return_perf_metrics": True}
             perf = client.generate(TEXT, **options).perf
         assert perf is not None
-        return perf if perf.num_draft_tokens else None
+        return perf if perf.num_accepted_draft_tokens else None
 
-    return {model: wait_for(lambda m=model: with_drafts(m), LIMIT_S, f"drafts of {model}") for model in SPECULATIVE}
+    return {
+        model: wait_for(lambda m=model: with_drafts(m), LIMIT_S, f"accepted drafts of {model}")
+        for model in SPECULATIVE
+    }
 
 
 class Streamed(NamedTuple):

@@ -81,7 +81,7 @@ def _installed(binary: Path, origin: str) -> TritonInstall:
     root = binary.parent.parent
     backends, stubs = root / "backends", root / "python_backend_stubs"
     stub, libraries = backends / "python" / STUB_NAME, root / "lib"
-    if stubs.is_dir():  # as in the wheel, a stub for each Python
+    if stubs.is_dir() and not stub.is_file():  # as in the wheel, a stub for each Python
         stub, libraries = stubs / _PYTHON / STUB_NAME, root.parent.parent / "nvidia_pytriton.libs"
         if not stub.is_file():
             offered = ", ".join(sorted(path.name for path in stubs.glob("3.*")))

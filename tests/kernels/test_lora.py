@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from tidewheel_kernels.lora import (
     group_tokens,
     lora_stack,
 )
-from tidewheel_kernels.lora.cpu import add_lora_native
+from tidewheel_kernels.lora.cpu import _bound, add_lora_native
 from tidewheel_kernels.lora.reference import add_lora_reference
 from tidewheel_kernels.lora.stacks import HostLoraStack, StaticLoraStack
 from tidewheel_kernels.lora.triton_kernels import add_lora as add_lora_triton
@@ -249,3 +250,12 @@ def test_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         add_lora_triton(out, x, stack, grouped(slots))
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "add_lora=reference")
     assert isinstance(lora_stack(stack.sizes, torch.float32, torch.device("cpu")), HostLoraStack)
+
+
+def test_threads_with_the_same_groups_have_rooms_of_their_own_for_products() -> None:
+    groups = grouped([0, 0, -1, 0])
+    own = _bound(groups, 8)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(_bound, groups, 8).result()
+    assert own.products_address != other.products_address
+    assert _bound(groups, 8) is own

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import NamedTuple
 
 import torch
@@ -43,16 +44,21 @@ class _Bound(NamedTuple):
     width: int
 
 
-_last: _Bound | None = None
+class _Last(threading.local):
+    """The last bound groups of a thread: two that compute one step's groups at once need a room each."""
+
+    bound: _Bound | None = None
+
+
+_last = _Last()
 
 
 def _bound(groups: LoraGroups, width: int) -> _Bound:
-    global _last
-    bound = _last  # threads replace it
+    bound = _last.bound
     if bound is None or bound.groups is not groups or bound.width < width:
         addresses, products = group_addresses(groups), empty_products(groups, width)
         bound = _Bound(groups, addresses, ctypes.addressof(addresses), products, products.data_ptr(), width)
-        _last = bound
+        _last.bound = bound
     return bound
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,8 @@ class MemoryExchange:
         self._barrier.abort()
 
 
-_groups: list[ThreadCollectives] = []
+_groups: dict[int, ThreadCollectives] = {}
+_numbers = itertools.count()  # threads that make groups at once get different ones
 # Operations of torch, which a recorded graph replays.
 _library = torch.library.Library("thread_ranks", "DEF")
 _library.define("all_reduce(Tensor(a!) x, int group) -> ()")
@@ -56,8 +58,8 @@ class ThreadCollectives(Collectives):
     def __init__(self, exchange: MemoryExchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
         self.calls: list[Call] = []
-        self._number = len(_groups)
-        _groups.append(self)
+        self._number = next(_numbers)
+        _groups[self._number] = self
 
     def all_reduce(self, x: torch.Tensor) -> None:
         torch.ops.thread_ranks.all_reduce(x, self._number)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from support.engine.targets import new_target
-from tidewheel.adapter import follower as module
-from tidewheel.adapter.follower import Follower
+from tidewheel.adapter import triton_model as module
+from tidewheel.adapter.triton_model import Follower
 from tidewheel.config import EngineConfig
 from tidewheel.engine import launcher
 from tidewheel.engine.folder import (

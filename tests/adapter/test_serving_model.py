@@ -22,7 +22,7 @@ from support.triton.fake_triton import (
 )
 from support.triton.serving import wait_for
 from tidewheel import model
-from tidewheel.adapter import follower
+from tidewheel.adapter import triton_model
 from tidewheel.adapter.model_calls import voice_activity
 from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo, Room
@@ -141,12 +141,12 @@ class FakeTokenizer:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(follower, "EngineClient", FakeClient)
-    monkeypatch.setattr(follower, "Frontend", FakeFrontend)
-    monkeypatch.setattr(follower, "FOLLOW_S", 0.01)
-    monkeypatch.setattr(follower, "PromptWorkers", FakeWorkers)
-    monkeypatch.setattr(follower, "Tokenizer", FakeTokenizer)
-    monkeypatch.setattr(follower, "RequestReader", FakeReader)
+    monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
+    monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
+    monkeypatch.setattr(triton_model, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(triton_model, "PromptWorkers", FakeWorkers)
+    monkeypatch.setattr(triton_model, "Tokenizer", FakeTokenizer)
+    monkeypatch.setattr(triton_model, "RequestReader", FakeReader)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate
@@ -325,7 +325,7 @@ def test_other_settings_are_followed_and_requests_end_where_they_are(
     started.execute([held])
     target = started._follower.serving.target
     config = dataclasses.replace(target.config, max_prompt_bytes=9)
-    monkeypatch.setattr(follower, "find_engine", lambda _: target._replace(config=config))
+    monkeypatch.setattr(triton_model, "find_engine", lambda _: target._replace(config=config))
     wait_for(lambda: started._follower.serving.frontend is not first, 60, "the other front end")
     request = ask("0123456789")
     started.execute([request])
@@ -345,7 +345,7 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
 def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[FakeClient] = []
     monkeypatch.setattr(
-        follower,
+        triton_model,
         "EngineClient",
         lambda *args, **kwargs: clients.append(FakeClient(*args, **kwargs)) or clients[-1],
     )

@@ -12,7 +12,7 @@ import pytest
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.ray_scaling import RayScaling, figures_of, queue_s
-from tidewheel.cluster.replica import Replica
+from tidewheel.cluster.serve_app import Replica
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import FleetState
 from tidewheel.health_endpoint import READY

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tidewheel.cluster import replica
-from tidewheel.cluster.replica import ServerChild
+from tidewheel.cluster import serve_app
+from tidewheel.cluster.serve_app import ServerChild
 from tidewheel.engine import connection
 from tidewheel.server.endpoints import Endpoints
 
@@ -21,8 +21,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ServerChild:
     """A server with three engines, one of which is dead."""
     server = object.__new__(ServerChild)
     server._endpoints = Endpoints(metrics=1234)
-    monkeypatch.setattr(replica, "_DRAIN_LOOK_S", 0.0)
-    monkeypatch.setattr(replica, "current_engines_of", {1234: [ONE, OTHER, DEAD]}.__getitem__)
+    monkeypatch.setattr(serve_app, "_DRAIN_LOOK_S", 0.0)
+    monkeypatch.setattr(serve_app, "current_engines_of", {1234: [ONE, OTHER, DEAD]}.__getitem__)
     monkeypatch.setattr(connection, "read_serving", lambda engine: engine != DEAD)
     return server
 

@@ -3,7 +3,8 @@
     python benchmarks lora --save               # random weights: 40M parameters, and SmolLM2's shape
     python benchmarks lora --gguf SmolLM2-135M-Instruct.Q4_1.gguf --vllm ENVIRONMENT/bin/python --save
 
-Ratios are medians of those to the base in the same round, on one engine: two differ by the places of their memory.
+Ratios are medians of those to a run of the base just before or after, on one engine: two differ by the places of
+their memory.
 "base" takes the engine's path of adapters away, and "LoRA enabled" puts it back. Adapters have rank 16, on
 all seven linears of a layer, or on queries and values; of 32 adapters, each has two streams. vLLM answers fewer
 tokens in fewer rounds, beside its own base model and ours. At the end: what the step model says of an H100.
@@ -94,6 +95,8 @@ def start(stack: ExitStack, kind: str, python: str, options: Mapping[str, Any], 
 
 
 def runs(engines: Engines, cases: Sequence[Case], outputs: Sequence[int], vocab: int) -> dict[str, Callable[[], Any]]:
+    """Return runs by case, each beside a run of the base with as many streams and the same lengths."""
+
     def runner(case: Case) -> Callable[[], StreamsRun]:
         numbers = iter(range(1 << 30))
 
@@ -107,7 +110,13 @@ def runs(engines: Engines, cases: Sequence[Case], outputs: Sequence[int], vocab:
 
         return run
 
-    return {case.name: runner(case) for case in cases}
+    bases = {case.streams: case for case in cases if case.engine == OFF}
+    turns = [{base_beside(case): runner(bases[case.streams]), case.name: runner(case)} for case in cases]
+    return {name: run for beside in turns for name, run in beside.items()}
+
+
+def base_beside(case: Case) -> str:
+    return case.name if case.engine == OFF else f"{case.name}: base"
 
 
 def take(runs_by_name: Mapping[str, Callable[[], StreamsRun]], rounds: int) -> dict[str, dict[str, Any]]:
@@ -123,9 +132,8 @@ def take(runs_by_name: Mapping[str, Callable[[], StreamsRun]], rounds: int) -> d
 
 
 def rows(cases: Sequence[Case], figures: Figures, engine: str = "") -> Iterator[dict[str, Any]]:
-    bases = {case.streams: figures[engine + case.name] for case in cases if case.engine == OFF}
     for case in cases:
-        mine, base = figures[engine + case.name], bases[case.streams]
+        mine, base = figures[engine + case.name], figures[engine + base_beside(case)]
         yield {
             "case": engine + case.name,
             "tokens/s": mine["tokens_per_s"],

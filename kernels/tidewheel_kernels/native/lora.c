@@ -156,6 +156,48 @@ void shrink_lora(
     }
 }
 
+#if defined ELEMENT_BFLOAT16 && defined __AVX512BF16__
+typedef int32_t Factor; /* a @ x of two ranks, rounded as by PEFT */
+enum { FACTOR_RANKS = 2, BLOCK_VECTORS = 2 };
+
+INLINE void load_factors(const float *h, int64_t rank, Factor *to) {
+    for (int64_t k = 0; k < rank; k += LANES) {
+        __mmask16 mask = rank - k < LANES ? (1u << (rank - k)) - 1 : 0xffff;
+        _mm256_storeu_si256((__m256i *)(to + k / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, h + k)));
+    }
+}
+
+INLINE __mmask32 mask_of(int64_t count) { return count < PER_VECTOR ? (1u << count) - 1 : ~0u; }
+
+/* Pair the outputs of one or two ranks: quarters 0, 2, 4 and 6 of PER_VECTOR outputs, then the others. */
+INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks, int64_t count, floats to[2]) {
+    __m512i rank0 = _mm512_maskz_loadu_epi16(mask_of(count), b), rank1 = _mm512_setzero_si512();
+    if (num_ranks > 1) rank1 = _mm512_maskz_loadu_epi16(mask_of(count), b + num_outputs);
+    to[0] = (floats)_mm512_unpacklo_epi16(rank0, rank1), to[1] = (floats)_mm512_unpackhi_epi16(rank0, rank1);
+}
+
+INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)of_b, (__m512bh)_mm512_set1_epi32(factor));
+}
+
+INLINE __m512 floats_of(__m256i elements) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(elements), 16); }
+
+/* Add to up to PER_VECTOR outputs. The instruction that rounds makes zeros of denormals. */
+INLINE void add_block(element *to, const floats sum[2], int64_t count) {
+    __m512i quarters = _mm512_maskz_loadu_epi16(mask_of(count), to);
+    quarters = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), quarters);
+    __m512 total0 = _mm512_add_ps(floats_of(_mm512_castsi512_si256(quarters)), (__m512)sum[0]);
+    __m512 total1 = _mm512_add_ps(floats_of(_mm512_extracti64x4_epi64(quarters, 1)), (__m512)sum[1]);
+    quarters = (__m512i)_mm512_cvtne2ps_pbh(total1, total0);
+    quarters = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), quarters);
+    _mm512_mask_storeu_epi16(to, mask_of(count), quarters);
+}
+#else
+typedef float Factor; /* a @ x of a rank */
+enum { FACTOR_RANKS = 1, BLOCK_VECTORS = 1 };
+
+INLINE void load_factors(const float *h, int64_t rank, Factor *to) { memcpy(to, h, rank * sizeof *h); }
+
 /* Return up to LANES elements as floats, then zeros. */
 INLINE floats load_floats(const element *from, int64_t count) {
 #if defined ELEMENT_FLOAT32
@@ -174,20 +216,16 @@ INLINE floats load_floats(const element *from, int64_t count) {
 #endif
 }
 
-/* Add to up to LANES elements. The instruction that rounds makes zeros of denormals. */
+/* Add to up to LANES elements. */
 INLINE void add_floats(element *to, floats sum, int64_t count) {
 #if defined ELEMENT_BFLOAT16 && defined __AVX512F__
     if (count >= LANES) {
         __m512 total = _mm512_add_ps((__m512)load_floats(to, LANES), (__m512)sum);
-#if defined __AVX512BF16__
-        __m256i rounded = (__m256i)_mm512_cvtneps_pbh(total);
-#else
         __m512i bits = _mm512_castps_si512(total);
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
         bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask(total, total, _CMP_UNORD_Q), 0x7fc0);
         __m256i rounded = _mm512_cvtepi32_epi16(bits);
-#endif
         _mm256_storeu_si256((__m256i *)to, rounded);
         return;
     }
@@ -195,47 +233,68 @@ INLINE void add_floats(element *to, floats sum, int64_t count) {
     for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element(load(to[i]) + sum[i]);
 }
 
+INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks, int64_t count, floats *to) {
+    (void)num_outputs, (void)num_ranks;
+    *to = load_floats(b, count);
+}
+
+INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
+    return multiply_add(sum, (floats){0} + factor, of_b);
+}
+
+INLINE void add_block(element *to, const floats *sum, int64_t count) { add_floats(to, *sum, count); }
+#endif
+
 /* Add to `left` outputs of few rows. */
 INLINE void expand_few(
-    const element *b, int64_t num_outputs, int64_t rank, const float *h, int64_t h_stride,
+    const element *b, int64_t num_outputs, int64_t rank, const Factor *factors, int64_t stride,
     element *const out[LORA_FEW], int64_t left, const int num_rows, const int num_vectors) {
-    floats sum[LORA_FEW][LORA_WIDE];
+    floats sum[LORA_FEW][LORA_WIDE], of_b[LORA_WIDE];
+#pragma GCC unroll 4
     for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
         for (int c = 0; c < num_vectors; c++) sum[r][c] = (floats){0};
-    for (int64_t k = 0; k < rank; k++, b += num_outputs) {
-        floats of_b[LORA_WIDE];
-        for (int c = 0; c < num_vectors; c++) of_b[c] = load_floats(b + c * LANES, left - c * LANES);
+    for (int64_t k = 0; k < rank; k += FACTOR_RANKS, b += FACTOR_RANKS * num_outputs) {
+#pragma GCC unroll 4
+        for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
+            load_block(b + c * LANES, num_outputs, rank - k, left - c * LANES, of_b + c);
+#pragma GCC unroll 4
         for (int r = 0; r < num_rows; r++)
-            for (int c = 0; c < num_vectors; c++) sum[r][c] = multiply_add(sum[r][c], (floats){0} + h[r * h_stride + k], of_b[c]);
+#pragma GCC unroll 4
+            for (int c = 0; c < num_vectors; c++)
+                sum[r][c] = add_factor(sum[r][c], factors[r * stride + k / FACTOR_RANKS], of_b[c]);
     }
+#pragma GCC unroll 4
     for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_vectors; c++) add_floats(out[r] + c * LANES, sum[r][c], left - c * LANES);
+#pragma GCC unroll 4
+        for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
+            add_block(out[r] + c * LANES, &sum[r][c], left - c * LANES);
 }
 
 static void expand_vectors(
-    const element *b, int64_t num_outputs, int64_t rank, const float *h, int64_t h_stride,
+    const element *b, int64_t num_outputs, int64_t rank, const Factor *factors, int64_t stride,
     element *const out[LORA_FEW], int64_t num_rows) {
     int64_t left = LORA_WIDE * LANES;
     switch (num_rows) {
-        case 1: expand_few(b, num_outputs, rank, h, h_stride, out, left, 1, LORA_WIDE); break;
-        case 2: expand_few(b, num_outputs, rank, h, h_stride, out, left, 2, LORA_WIDE); break;
+        case 1: expand_few(b, num_outputs, rank, factors, stride, out, left, 1, LORA_WIDE); break;
+        case 2: expand_few(b, num_outputs, rank, factors, stride, out, left, 2, LORA_WIDE); break;
 #if defined __AVX512F__
-        case 3: expand_few(b, num_outputs, rank, h, h_stride, out, left, 3, LORA_WIDE); break;
-        case 4: expand_few(b, num_outputs, rank, h, h_stride, out, left, 4, LORA_WIDE); break;
+        case 3: expand_few(b, num_outputs, rank, factors, stride, out, left, 3, LORA_WIDE); break;
+        case 4: expand_few(b, num_outputs, rank, factors, stride, out, left, 4, LORA_WIDE); break;
 #endif
     }
 }
 
-static void expand_vector(
-    const element *b, int64_t num_outputs, int64_t rank, const float *h, int64_t h_stride,
+static void expand_block(
+    const element *b, int64_t num_outputs, int64_t rank, const Factor *factors, int64_t stride,
     element *const out[LORA_FEW], int64_t left, int64_t num_rows) {
-    left = left < LANES ? left : LANES;
+    left = left < BLOCK_VECTORS * LANES ? left : BLOCK_VECTORS * LANES;
     switch (num_rows) {
-        case 1: expand_few(b, num_outputs, rank, h, h_stride, out, left, 1, 1); break;
-        case 2: expand_few(b, num_outputs, rank, h, h_stride, out, left, 2, 1); break;
+        case 1: expand_few(b, num_outputs, rank, factors, stride, out, left, 1, BLOCK_VECTORS); break;
+        case 2: expand_few(b, num_outputs, rank, factors, stride, out, left, 2, BLOCK_VECTORS); break;
 #if defined __AVX512F__
-        case 3: expand_few(b, num_outputs, rank, h, h_stride, out, left, 3, 1); break;
-        case 4: expand_few(b, num_outputs, rank, h, h_stride, out, left, 4, 1); break;
+        case 3: expand_few(b, num_outputs, rank, factors, stride, out, left, 3, BLOCK_VECTORS); break;
+        case 4: expand_few(b, num_outputs, rank, factors, stride, out, left, 4, BLOCK_VECTORS); break;
 #endif
     }
 }
@@ -243,17 +302,20 @@ static void expand_vector(
 INLINE void expand_part(
     LoraPart p, int64_t num_outputs, const float *h, int64_t h_stride, const int32_t *rows, int64_t count,
     element *out, int64_t out_stride, int64_t first, int64_t end) {
+    int64_t stride = p.rank + LANES; /* which are written at once */
+    Factor factors[LORA_FEW * stride];
     for (int64_t row = 0; row < count; row += LORA_FEW) {
         int64_t few = count - row < LORA_FEW ? count - row : LORA_FEW, step;
+        for (int64_t r = 0; r < few; r++) load_factors(h + (row + r) * h_stride, p.rank, factors + r * stride);
         for (int64_t at = first; at < end; at += step) {
             element *to[LORA_FEW];
             for (int64_t r = 0; r < few; r++) to[r] = out + rows[row + r] * out_stride + at;
             int is_wide = end - at >= LORA_WIDE * LANES;
-            step = is_wide ? LORA_WIDE * LANES : LANES;
+            step = is_wide ? LORA_WIDE * LANES : BLOCK_VECTORS * LANES;
             if (is_wide)
-                expand_vectors(p.b + at, num_outputs, p.rank, h + row * h_stride, h_stride, to, few);
+                expand_vectors(p.b + at, num_outputs, p.rank, factors, stride, to, few);
             else
-                expand_vector(p.b + at, num_outputs, p.rank, h + row * h_stride, h_stride, to, end - at, few);
+                expand_block(p.b + at, num_outputs, p.rank, factors, stride, to, end - at, few);
         }
     }
 }

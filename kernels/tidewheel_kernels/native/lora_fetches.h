@@ -12,39 +12,49 @@ typedef struct {
     const LoraGroups *groups;
     const LoraStack *stack, *following;    /* or NULL */
     const char *at, *end;                  /* of the range that is being fetched */
+    int64_t length, stride, num_more;      /* ranges of this length that follow, one stride from the next */
     int64_t part, first, width;            /* of the outputs */
-    int64_t tile, rank, piece, last_piece; /* of the next ranges */
+    int64_t tile, piece, last_piece;       /* of the next ranges */
     int64_t num_lines;                     /* that a call fetches */
 } LoraFetches;
 
-INLINE int next_outputs(LoraFetches *f) {
-    for (; f->stack && f->tile < f->groups->num_tiles; f->tile++, f->rank = 0) {
-        const LoraPart *p = parts_of_tile(f->stack, f->groups, f->tile) + f->part;
-        if (f->rank >= p->rank) continue;
-        int64_t begin = f->part ? f->stack->ends[f->part - 1] : 0, num_outputs = f->stack->ends[f->part] - begin;
-        f->at = (const char *)(p->b + f->rank++ * num_outputs + f->first - begin);
-        f->end = f->at + f->width * sizeof(element);
-        return 1;
-    }
-    return 0;
+INLINE int begin_ranges(LoraFetches *f, const element *first, int64_t num_elements, int64_t stride, int64_t count) {
+    f->at = (const char *)first, f->length = num_elements * sizeof(element), f->end = f->at + f->length;
+    f->stride = stride * sizeof(element), f->num_more = count - 1;
+    return 1;
 }
 
-INLINE int next_inputs(LoraFetches *f) {
+/* Begin with a tile's outputs, then with inputs of the next product. Return 0 at the end. */
+static __attribute__((noinline)) int next_matrix(LoraFetches *f) {
+    while (f->stack && f->tile < f->groups->num_tiles) {
+        const LoraPart *p = parts_of_tile(f->stack, f->groups, f->tile++) + f->part;
+        int64_t begin = f->part ? f->stack->ends[f->part - 1] : 0, num_outputs = f->stack->ends[f->part] - begin;
+        if (p->rank) return begin_ranges(f, p->b + f->first - begin, f->width, num_outputs, p->rank);
+    }
     while (f->piece < f->last_piece) {
-        f->at = (const char *)shrink_matrix(f->following, f->groups, f->piece++);
-        if (!f->at) continue;
-        f->end = f->at + LORA_RANKS * f->following->num_inputs * sizeof(element);
-        return 1;
+        const element *a = shrink_matrix(f->following, f->groups, f->piece++);
+        if (a) return begin_ranges(f, a, LORA_RANKS * f->following->num_inputs, 0, 1);
     }
     return 0;
 }
 
 static void fetch_lora(Fetches *fetches) {
     LoraFetches *f = (LoraFetches *)fetches;
-    for (int64_t line = 0; line < f->num_lines; line++, f->at += LINE_BYTES) {
-        if (f->at >= f->end && !next_outputs(f) && !next_inputs(f)) return;
-        __builtin_prefetch(f->at, 0, L2);
+    const char *at = f->at, *end = f->end;
+    for (int64_t line = 0; line < f->num_lines; line++, at += LINE_BYTES) {
+        if (at >= end) {
+            if (f->num_more > 0) {
+                f->num_more--;
+                end += f->stride, at = end - f->length;
+            } else {
+                f->at = at, f->end = end;
+                if (!next_matrix(f)) return;
+                at = f->at, end = f->end;
+            }
+        }
+        __builtin_prefetch(at, 0, L2);
     }
+    f->at = at, f->end = end;
 }
 
 /* `stack` and `following`, of this and the next product, may be NULL. */

@@ -262,6 +262,20 @@ def test_prompts_without_keys_become_zero_in_c(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+def test_infinite_keys_of_bfloat16_weigh_alike_in_c() -> None:
+    """Nothing beyond the context has a weight, not even where all logits are the least."""
+    batch = paged_batch([(1, 3), (1, 21)], dtype=torch.bfloat16, head_dim=64)
+    queries, keys, values = (
+        batch.q.abs() + 1,
+        torch.full_like(batch.k_cache, -float("inf")),
+        torch.ones_like(batch.v_cache),
+    )
+    ours = torch.full_like(queries, NAN)
+    paged_attention_native(queries, keys, values, batch.meta, ours, SCALE, 0, 0.0, None)
+    assert ours.eq(1).all()
+
+
+@needs_compiler
 @pytest.mark.usefixtures("may_use_tiles")
 def test_soft_caps_of_bfloat16_prompts_in_c() -> None:
     check(paged_attention_native, paged_batch(MIXED.lengths, dtype=torch.bfloat16), window=10, cap=1.5)

@@ -32,14 +32,15 @@ INLINE void multiply_pairs(
     *(floats *)logits = sums_of(sums) * scale;
 }
 
+INLINE __mmask16 mask_of_keys(int64_t count) { return count < LANES ? (1 << count) - 1 : 0xffff; }
+
 /* Turn a tile's logits into weights relative to the new maximum. */
 INLINE void weigh_pairs(PairsHead *h, int64_t count) {
     __m512 logits[KEYS / LANES], most = _mm512_set1_ps(LOWEST), added = _mm512_setzero_ps();
     const int64_t num_vectors = (count + LANES - 1) / LANES;
     for (int64_t i = 0; i < num_vectors; i++) {
-        const int64_t left = count - i * LANES;
-        __mmask16 seen = left < LANES ? (1 << left) - 1 : 0xffff;
-        logits[i] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), seen, h->weights + i * LANES);
+        logits[i] = _mm512_mask_loadu_ps(
+            _mm512_set1_ps(-INFINITY), mask_of_keys(count - i * LANES), h->weights + i * LANES);
         most = _mm512_max_ps(most, logits[i]);
     }
     float highest = _mm512_reduce_max_ps(most);
@@ -50,6 +51,7 @@ INLINE void weigh_pairs(PairsHead *h, int64_t count) {
     }
     for (int64_t i = 0; i < num_vectors; i++) {
         __m512 weights = exp2_of(_mm512_sub_ps(logits[i], _mm512_set1_ps(h->top)));
+        weights = _mm512_maskz_mov_ps(mask_of_keys(count - i * LANES), weights); /* all may be infinities */
         added = _mm512_add_ps(added, weights);
         _mm512_storeu_ps(h->weights + i * LANES, weights);
     }

@@ -3,9 +3,9 @@
     python benchmarks lora --save               # random weights: 40M parameters, and SmolLM2's shape
     python benchmarks lora --gguf SmolLM2-135M-Instruct.Q4_1.gguf --vllm ENVIRONMENT/bin/python --save
 
-Ratios are medians of those to a run of the base just before or after, on one engine: two differ by the places of
-their memory.
-"base" takes the engine's path of adapters away, and "LoRA enabled" puts it back. Adapters have rank 16, on
+"of base" is the median of the ratios to a run of the base just before or after, and "step of base" a ratio of
+medians. Ours run on one engine: two differ in speed merely by where their memory lies. "base" switches the engine's
+code for adapters off, and "LoRA enabled" switches it on. Adapters have rank 16, on
 all seven linears of a layer, or on queries and values; of 32 adapters, each has two streams. vLLM answers fewer
 tokens in fewer rounds, beside its own base model and ours. At the end: what the step model says of an H100.
 """
@@ -111,11 +111,12 @@ def runs(engines: Engines, cases: Sequence[Case], outputs: Sequence[int], vocab:
         return run
 
     bases = {case.streams: case for case in cases if case.engine == OFF}
-    turns = [{base_beside(case): runner(bases[case.streams]), case.name: runner(case)} for case in cases]
-    return {name: run for beside in turns for name, run in beside.items()}
+    pairs = [{base_name(case): runner(bases[case.streams]), case.name: runner(case)} for case in cases]
+    return {name: run for pair in pairs for name, run in pair.items()}
 
 
-def base_beside(case: Case) -> str:
+def base_name(case: Case) -> str:
+    """Return the name of the base's runs next to a case; the base's own for itself."""
     return case.name if case.engine == OFF else f"{case.name}: base"
 
 
@@ -133,7 +134,7 @@ def take(runs_by_name: Mapping[str, Callable[[], StreamsRun]], rounds: int) -> d
 
 def rows(cases: Sequence[Case], figures: Figures, engine: str = "") -> Iterator[dict[str, Any]]:
     for case in cases:
-        mine, base = figures[engine + case.name], figures[engine + base_beside(case)]
+        mine, base = figures[engine + case.name], figures[engine + base_name(case)]
         yield {
             "case": engine + case.name,
             "tokens/s": mine["tokens_per_s"],

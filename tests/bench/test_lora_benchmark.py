@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.random_adapters import make_adapter
-from engine.lora import CASES, LONE_CASES, base_beside, rows
+from engine.lora import CASES, LONE_CASES, OFF, ON, base_name, rows, runs
 from engine.lora_churn import Answer
 from modelled.lora_model import predictions
 from modelled.roofline import SHAPES
@@ -35,14 +35,44 @@ def test_an_answer_is_judged_at_its_first_other_token(tokens: list[int], verdict
     assert Answer([1, 0, 1], logits).judge(tokens) == verdict
 
 
-def test_figures_are_compared_with_the_base_beside_them() -> None:
+def test_figures_are_compared_with_the_base_name_them() -> None:
     def figures(rate: float) -> dict[str, object]:
         return {"tokens_per_s": rate, "gap_p50_ms": 1e3 / rate, "first_token_ms": 1.0, "samples": [rate, 2 * rate]}
 
     cases = (*CASES, *LONE_CASES)
     found = {case.name: figures(100.0) for case in cases}
-    found |= {base_beside(case): figures(100.0 if case.streams > 1 else 200.0) for case in cases}
-    assert [line["of base"] for line in rows(cases, found)] == [1.0] * len(CASES) + [1.0, 0.5, 0.5]
+    found |= {base_name(case): figures(100.0 if case.streams > 1 else 200.0) for case in cases}
+    assert [line["of base"] for line in rows(cases, found)] == [1.0] * len(CASES) + [
+        1.0,
+        0.5,
+        0.5,
+    ]  # the first lone one is the base
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, object]] = []  # prompts and counts of each run
+        self.has_lora_path = True  # in the last run
+
+    def run(self, prompts: object, counts: object, loras: object = (), *, has_lora_path: bool = True) -> None:
+        self.asked.append((prompts, counts))
+        self.has_lora_path = has_lora_path
+
+
+def test_the_base_runs_beside_each_case_with_its_prompts() -> None:
+    engine, cases = FakeEngine(), (*CASES, *LONE_CASES)
+    turns = runs({ON: engine}, cases, (2, 9), 100)  # type: ignore[dict-item]
+    names = list(turns)
+    for case in cases:
+        if case.engine == OFF:
+            continue
+        assert names[names.index(case.name) - 1] == base_name(case)
+        for _ in range(2):
+            turns[base_name(case)]()
+            assert not engine.has_lora_path
+            turns[case.name]()
+            assert engine.has_lora_path and engine.asked[-1] == engine.asked[-2]
+        assert engine.asked[-1] != engine.asked[-3], "other prompts in each round"
 
 
 def test_streams_take_the_adapters_by_turns() -> None:

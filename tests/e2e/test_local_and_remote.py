@@ -14,7 +14,7 @@ from support.triton.serving import ROOT, wait_for
 from tidewheel.metrics import UPSTREAM_READY, UPSTREAM_SENT
 from tidewheel_client import Figures
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 def samples(shell: Shell, name: str) -> dict[str, float]:
@@ -35,14 +35,18 @@ def test_a_local_server_overflows_to_a_remote_one(short_path: Path) -> None:
             body = {"model": "demo", "prompt": "A tuple is", "max_tokens": 20}
             for _ in range(5):
                 assert requests.post(shell.here("http://127.0.0.1:8080/v1/completions"), json=body, timeout=300).ok
-            assert samples(shell, UPSTREAM_SENT.name) == {local: 5, remote: 0}
+            sent = samples(shell, UPSTREAM_SENT.name)
+            assert sum(sent.values()) >= 5 and sent[local] > sent[remote], (
+                sent
+            )  # one that answers late is passed over
+            first, num_remote = sum(sent.values()), sent[remote]
             for num_loads in (1, 2, 3):
                 assert "upstream" in shell.run(load)
                 sent = samples(shell, UPSTREAM_SENT.name)
-                assert sum(sent.values()) >= 5 + 60 * num_loads, sent
-                if sent[remote]:
+                assert sum(sent.values()) >= first + 60 * num_loads, sent
+                if sent[remote] > num_remote:
                     break
-            assert all(sent.values()), sent
+            assert sent[local] and sent[remote] > num_remote, sent
     finally:
         subprocess.run(["kill", "-TERM", "--", f"-{running.pid}"], check=False)
         running.wait(120)

@@ -262,8 +262,8 @@ def test_prompts_without_keys_become_zero_in_c(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_infinite_keys_of_bfloat16_weigh_alike_in_c() -> None:
-    """Nothing beyond the context has a weight, not even where all logits are the least."""
+def test_keys_past_a_bfloat16_context_have_no_weight_in_c() -> None:
+    """Not even when every logit is minus infinity."""
     batch = paged_batch([(1, 3), (1, 21)], dtype=torch.bfloat16, head_dim=64)
     queries, keys, values = (
         batch.q.abs() + 1,

@@ -26,15 +26,15 @@ from tidewheel_process.child import Child, wait_until
 from tidewheel_process.locked_folder import new_folder, remove_left_over
 
 HEAD = "node:__internal_head__"  # the head node, where clients find the gateway
-LOOK_S = 1.0
-END_S = 20.0  # for a server to end
+LOOK_S = 1.0  # between Ray's own looks
+_RAY_KILL_S = 20.0  # after the last stream
 _STARTS = 3  # failures before Ray gives up
 _VERSION = "1"  # constant, so that `scale` keeps running replicas
 START_LIMIT_S = 1800.0  # until a replica without a ready server is replaced
 _START_LOOK_S = 0.1
 _ASK_S = 2.0
 _DRAIN_LOOK_S = 0.5
-_STOP_S = 15.0  # less than `END_S`, after which Ray kills the replica
+_STOP_S = 15.0  # less than `_RAY_KILL_S`
 _PREFIX = "replica-"
 _FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 
@@ -128,7 +128,7 @@ class ServerChild:
         self.num_restarts = 0
         self._endpoints: Endpoints | None = None
         self._tritonserver: psutil.Process | None = None
-        # `drain` comes before, and a killed replica's requests shall fail at once.
+        # No drain at its end: `drain` was called before, and a killed replica's requests shall fail at once.
         manner = (f"--ports-file={self._ports}", "--end-with-stdin", "--drain-s=0")
         command = [sys.executable, "-P", "-m", "tidewheel.cli.main", "serve", *options, f"--host={host}"]
         with self.log.open("wb") as output:
@@ -227,7 +227,7 @@ def _replicas(settings: ClusterSettings) -> serve.Deployment:
         ray_actor_options={"num_cpus": settings.replica_cpus, "num_gpus": replica_gpus(settings)},
         health_check_period_s=LOOK_S,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=settings.stream_limit_s + END_S,
+        graceful_shutdown_timeout_s=settings.stream_limit_s + _RAY_KILL_S,
         graceful_shutdown_wait_loop_s=LOOK_S,
         max_constructor_retry_count=_STARTS,
         request_router_config=RequestRouterConfig(

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) of many requests in one step: a token's adapter adds ``b @ (a @ x)`` to a layer's output.
 
 Tokens are grouped into tiles of one adapter (Chen et al., "Punica: Multi-Tenant LoRA Serving", MLSys 2024): a first
-kernel computes ``a @ x`` of each tile in float32, a second adds ``b`` times it. Base tokens are in no tile.
+kernel computes ``a @ x`` of each tile, a second adds ``b`` times it. Base tokens are in no tile.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def add_lora(
 ) -> None:
     """Add each grouped token's adapter to its row of `out`; other rows keep their bits.
 
-    Sums are float32, and a row is rounded once; in bfloat16 on a processor with AVX512_BF16, ``a @ x`` is, too, as in
-    PEFT. In the C and triton-lang kernels no bit of a row depends on other rows.
+    Sums are float32, and the result is rounded once. With bfloat16 on AVX512_BF16, ``a @ x`` is rounded to bfloat16,
+    too, as PEFT does. In the C and triton-lang kernels no bit of a row depends on other rows.
     """
     sizes = stack.sizes
     if out.shape != (len(x), sizes.out_features) or x.shape[1] != sizes.in_features or out.dtype != x.dtype:

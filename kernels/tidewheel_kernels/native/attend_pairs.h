@@ -51,7 +51,7 @@ INLINE void weigh_pairs(PairsHead *h, int64_t count) {
     }
     for (int64_t i = 0; i < num_vectors; i++) {
         __m512 weights = exp2_of(_mm512_sub_ps(logits[i], _mm512_set1_ps(h->top)));
-        weights = _mm512_maskz_mov_ps(mask_of_keys(count - i * LANES), weights); /* all may be infinities */
+        weights = _mm512_maskz_mov_ps(mask_of_keys(count - i * LANES), weights); /* if all are -inf, each weighs 2^-126 */
         added = _mm512_add_ps(added, weights);
         _mm512_storeu_ps(h->weights + i * LANES, weights);
     }

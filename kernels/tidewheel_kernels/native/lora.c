@@ -157,8 +157,8 @@ void shrink_lora(
 }
 
 #if defined ELEMENT_BFLOAT16 && defined __AVX512BF16__
-typedef int32_t Factor; /* a @ x of two ranks, rounded as by PEFT */
-enum { FACTOR_RANKS = 2, BLOCK_VECTORS = 2 };
+typedef int32_t Factor; /* two successive ranks of a @ x as bfloat16, to which PEFT rounds them, too */
+enum { FACTOR_RANKS = 2, BLOCK_VECTORS = 2 /* that `load_block` fills */ };
 
 INLINE void load_factors(const float *h, int64_t rank, Factor *to) {
     for (int64_t k = 0; k < rank; k += LANES) {
@@ -167,12 +167,12 @@ INLINE void load_factors(const float *h, int64_t rank, Factor *to) {
     }
 }
 
-INLINE __mmask32 mask_of(int64_t count) { return count < PER_VECTOR ? (1u << count) - 1 : ~0u; }
+INLINE __mmask32 first_outputs(int64_t count) { return count < PER_VECTOR ? (1u << count) - 1 : ~0u; }
 
-/* Pair the outputs of one or two ranks: quarters 0, 2, 4 and 6 of PER_VECTOR outputs, then the others. */
+/* Interleave the outputs of one or two ranks. Of 8 groups of 4 outputs, to[0] has the even ones, to[1] the odd ones. */
 INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks, int64_t count, floats to[2]) {
-    __m512i rank0 = _mm512_maskz_loadu_epi16(mask_of(count), b), rank1 = _mm512_setzero_si512();
-    if (num_ranks > 1) rank1 = _mm512_maskz_loadu_epi16(mask_of(count), b + num_outputs);
+    __m512i rank0 = _mm512_maskz_loadu_epi16(first_outputs(count), b), rank1 = _mm512_setzero_si512();
+    if (num_ranks > 1) rank1 = _mm512_maskz_loadu_epi16(first_outputs(count), b + num_outputs);
     to[0] = (floats)_mm512_unpacklo_epi16(rank0, rank1), to[1] = (floats)_mm512_unpackhi_epi16(rank0, rank1);
 }
 
@@ -180,21 +180,21 @@ INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)of_b, (__m512bh)_mm512_set1_epi32(factor));
 }
 
-INLINE __m512 floats_of(__m256i elements) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(elements), 16); }
+INLINE __m512 widen(__m256i elements) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(elements), 16); }
 
-/* Add to up to PER_VECTOR outputs. The instruction that rounds makes zeros of denormals. */
+/* Add to up to PER_VECTOR outputs. vcvtne2ps2bf16 makes zeros of denormals. */
 INLINE void add_block(element *to, const floats sum[2], int64_t count) {
-    __m512i quarters = _mm512_maskz_loadu_epi16(mask_of(count), to);
-    quarters = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), quarters);
-    __m512 total0 = _mm512_add_ps(floats_of(_mm512_castsi512_si256(quarters)), (__m512)sum[0]);
-    __m512 total1 = _mm512_add_ps(floats_of(_mm512_extracti64x4_epi64(quarters, 1)), (__m512)sum[1]);
-    quarters = (__m512i)_mm512_cvtne2ps_pbh(total1, total0);
-    quarters = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), quarters);
-    _mm512_mask_storeu_epi16(to, mask_of(count), quarters);
+    __m512i groups = _mm512_maskz_loadu_epi16(first_outputs(count), to);
+    groups = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), groups); /* even ones first */
+    __m512 total0 = _mm512_add_ps(widen(_mm512_castsi512_si256(groups)), (__m512)sum[0]);
+    __m512 total1 = _mm512_add_ps(widen(_mm512_extracti64x4_epi64(groups, 1)), (__m512)sum[1]);
+    groups = (__m512i)_mm512_cvtne2ps_pbh(total1, total0);
+    groups = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), groups); /* back in order */
+    _mm512_mask_storeu_epi16(to, first_outputs(count), groups);
 }
 #else
 typedef float Factor; /* a @ x of a rank */
-enum { FACTOR_RANKS = 1, BLOCK_VECTORS = 1 };
+enum { FACTOR_RANKS = 1, BLOCK_VECTORS = 1 /* that `load_block` fills */ };
 
 INLINE void load_factors(const float *h, int64_t rank, Factor *to) { memcpy(to, h, rank * sizeof *h); }
 
@@ -245,7 +245,7 @@ INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
 INLINE void add_block(element *to, const floats *sum, int64_t count) { add_floats(to, *sum, count); }
 #endif
 
-/* Add to `left` outputs of few rows. */
+/* Add b @ (a @ x) to up to `left` outputs of few rows. */
 INLINE void expand_few(
     const element *b, int64_t num_outputs, int64_t rank, const Factor *factors, int64_t stride,
     element *const out[LORA_FEW], int64_t left, const int num_rows, const int num_vectors) {
@@ -302,7 +302,7 @@ static void expand_block(
 INLINE void expand_part(
     LoraPart p, int64_t num_outputs, const float *h, int64_t h_stride, const int32_t *rows, int64_t count,
     element *out, int64_t out_stride, int64_t first, int64_t end) {
-    int64_t stride = p.rank + LANES; /* which are written at once */
+    int64_t stride = p.rank + LANES; /* room for the last store, of a whole vector */
     Factor factors[LORA_FEW * stride];
     for (int64_t row = 0; row < count; row += LORA_FEW) {
         int64_t few = count - row < LORA_FEW ? count - row : LORA_FEW, step;

@@ -12,28 +12,31 @@ typedef struct {
     const LoraGroups *groups;
     const LoraStack *stack, *following;    /* or NULL */
     const char *at, *end;                  /* of the range that is being fetched */
-    int64_t length, stride, num_more;      /* ranges of this length that follow, one stride from the next */
+    int64_t length, stride, num_more;      /* `num_more` more ranges of `length` bytes, `stride` apart */
     int64_t part, first, width;            /* of the outputs */
-    int64_t tile, piece, last_piece;       /* of the next ranges */
+    int64_t row_tile, piece, last_piece;   /* of the next ranges */
     int64_t num_lines;                     /* that a call fetches */
 } LoraFetches;
 
-INLINE int begin_ranges(LoraFetches *f, const element *first, int64_t num_elements, int64_t stride, int64_t count) {
+INLINE void begin_ranges(LoraFetches *f, const element *first, int64_t num_elements, int64_t stride, int64_t count) {
     f->at = (const char *)first, f->length = num_elements * sizeof(element), f->end = f->at + f->length;
     f->stride = stride * sizeof(element), f->num_more = count - 1;
-    return 1;
 }
 
-/* Begin with a tile's outputs, then with inputs of the next product. Return 0 at the end. */
+/* Start on the next matrix: b of each tile of rows, then a of the next product. Return 0 when none is left. */
 static __attribute__((noinline)) int next_matrix(LoraFetches *f) {
-    while (f->stack && f->tile < f->groups->num_tiles) {
-        const LoraPart *p = parts_of_tile(f->stack, f->groups, f->tile++) + f->part;
+    while (f->stack && f->row_tile < f->groups->num_tiles) {
+        const LoraPart *p = parts_of_tile(f->stack, f->groups, f->row_tile++) + f->part;
         int64_t begin = f->part ? f->stack->ends[f->part - 1] : 0, num_outputs = f->stack->ends[f->part] - begin;
-        if (p->rank) return begin_ranges(f, p->b + f->first - begin, f->width, num_outputs, p->rank);
+        if (!p->rank) continue;
+        begin_ranges(f, p->b + f->first - begin, f->width, num_outputs, p->rank);
+        return 1;
     }
     while (f->piece < f->last_piece) {
         const element *a = shrink_matrix(f->following, f->groups, f->piece++);
-        if (a) return begin_ranges(f, a, LORA_RANKS * f->following->num_inputs, 0, 1);
+        if (!a) continue;
+        begin_ranges(f, a, LORA_RANKS * f->following->num_inputs, 0, 1);
+        return 1;
     }
     return 0;
 }

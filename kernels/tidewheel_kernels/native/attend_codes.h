@@ -119,9 +119,9 @@ INLINE void attend_codes(const Context *c, const element *q, element *out, int64
     const int64_t stride = c->paged.position_stride;
     for (int64_t h = 0; h < num_heads; h++) start_head(heads + h, q + h * c->q_head_stride, head_dim, c->scale);
     for (int64_t first = c->begin / TILE * TILE; first < c->end; first += TILE) {
-        int64_t ahead = first + TILES_AHEAD * TILE, left = c->end - first;
+        int64_t ahead = first + TILES_AHEAD * TILE;
         Codes tile = codes_at(&c->paged, first), next = codes_at(&c->paged, ahead < c->end ? ahead : first);
-        __mmask16 seen = left < TILE ? (1 << left) - 1 : 0xffff;
+        __mmask16 seen = first_lanes(c->end - first);
         if (first < c->begin) seen &= 0xffff << (c->begin - first);
         __m512 key_scales = _mm512_maskz_loadu_ps(seen, tile.key_scales);
         __m512 value_scales = _mm512_maskz_loadu_ps(seen, tile.value_scales);

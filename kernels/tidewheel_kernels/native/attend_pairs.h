@@ -32,15 +32,13 @@ INLINE void multiply_pairs(
     *(floats *)logits = sums_of(sums) * scale;
 }
 
-INLINE __mmask16 mask_of_keys(int64_t count) { return count < LANES ? (1 << count) - 1 : 0xffff; }
-
 /* Turn a tile's logits into weights relative to the new maximum. */
 INLINE void weigh_pairs(PairsHead *h, int64_t count) {
     __m512 logits[KEYS / LANES], most = _mm512_set1_ps(LOWEST), added = _mm512_setzero_ps();
     const int64_t num_vectors = (count + LANES - 1) / LANES;
     for (int64_t i = 0; i < num_vectors; i++) {
         logits[i] = _mm512_mask_loadu_ps(
-            _mm512_set1_ps(-INFINITY), mask_of_keys(count - i * LANES), h->weights + i * LANES);
+            _mm512_set1_ps(-INFINITY), first_lanes(count - i * LANES), h->weights + i * LANES);
         most = _mm512_max_ps(most, logits[i]);
     }
     float highest = _mm512_reduce_max_ps(most);
@@ -51,7 +49,7 @@ INLINE void weigh_pairs(PairsHead *h, int64_t count) {
     }
     for (int64_t i = 0; i < num_vectors; i++) {
         __m512 weights = exp2_of(_mm512_sub_ps(logits[i], _mm512_set1_ps(h->top)));
-        weights = _mm512_maskz_mov_ps(mask_of_keys(count - i * LANES), weights); /* if all are -inf, each weighs 2^-126 */
+        weights = _mm512_maskz_mov_ps(first_lanes(count - i * LANES), weights); /* if all are -inf, each weighs 2^-126 */
         added = _mm512_add_ps(added, weights);
         _mm512_storeu_ps(h->weights + i * LANES, weights);
     }

@@ -32,6 +32,8 @@ INLINE floats multiply_add(floats sum, floats a, floats b) {
 #define QUARTERS(numbers, of, i, which) \
     (numbers) _mm512_shuffle_i32x4((__m512i)of[2 * i], (__m512i)of[2 * i + 1], which)
 
+INLINE __mmask16 first_lanes(int64_t count) { return count < LANES ? (1 << count) - 1 : 0xffff; }
+
 /* Return the sums of LANES vectors. */
 #define SUMS_OF(name, numbers) \
     INLINE numbers name(const numbers r[LANES]) { \

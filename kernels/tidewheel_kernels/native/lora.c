@@ -162,8 +162,8 @@ enum { FACTOR_RANKS = 2, BLOCK_VECTORS = 2 /* that `load_block` fills */ };
 
 INLINE void load_factors(const float *h, int64_t rank, Factor *to) {
     for (int64_t k = 0; k < rank; k += LANES) {
-        __mmask16 mask = rank - k < LANES ? (1u << (rank - k)) - 1 : 0xffff;
-        _mm256_storeu_si256((__m256i *)(to + k / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, h + k)));
+        __m512 values = _mm512_maskz_loadu_ps(first_lanes(rank - k), h + k);
+        _mm256_storeu_si256((__m256i *)(to + k / 2), (__m256i)_mm512_cvtneps_pbh(values));
     }
 }
 

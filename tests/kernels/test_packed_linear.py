@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
+from support.kernels.processors import PROCESSORS, compiled_for
 from tidewheel_kernels import packed_linear as package
 from tidewheel_kernels.packed_linear import (
     FEW_ROWS,
@@ -54,6 +57,27 @@ def test_a_row_is_bitwise_the_same_beside_any_others(size: tuple[int, int], dtyp
         assert torch.equal(packed_linear(x[:rows], weights), alone[:rows]), rows
 
 
+@pytest.fixture(scope="module", params=[name for name in PROCESSORS if name != "amx"])
+def _processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with (
+        compiled_for(request.param, tmp_path_factory.mktemp("compiler"), package._packed_linear),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(package, "FEW_ROWS", dict.fromkeys(DTYPES, 64))
+        yield
+
+
+@pytest.mark.usefixtures("_processor")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_processors(dtype: torch.dtype) -> None:
+    weight, x = drawn(200, 1090, dtype=dtype), drawn(64, 1090, dtype=dtype)
+    weights, expected = packed(weight), linear(x.float(), weight.float()).to(dtype)
+    alone = torch.cat([packed_linear(row, weights) for row in x.split(1)])
+    assert_close("native", expected, alone, RATIO[dtype])
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(packed_linear(x[:rows], weights), alone[:rows]), rows
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_may_be_apart(dtype: torch.dtype) -> None:
     x, weight = drawn(3, 200, dtype=dtype)[:, 8:104], drawn(80, 96, dtype=dtype)
@@ -93,8 +117,8 @@ def test_rows_of_another_width_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("features", "expected"),
-    [((), (4, 16)), (("avx512f",), (64, 16)), (("avx512f", "avx512_bf16"), (64, 64)),
-     (("avx512f", "avx512_bf16", "amx_bf16"), (64, 16))],
+    [((), (4, 16)), (("fma",), (64, 16)), (("fma", "avx512f", "avx512_bf16"), (64, 64)),
+     (("fma", "avx512f", "avx512_bf16", "amx_bf16"), (64, 16))],
     ids=str,
 )  # fmt: skip
 def test_onednn_multiplies_more_rows_where_it_is_faster(features: tuple[str, ...], expected: tuple[int, int]) -> None:

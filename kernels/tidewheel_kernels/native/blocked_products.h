@@ -3,94 +3,151 @@
 
 #include "lanes.h"
 
-/* A 32-bit lane holds PAIR successive inputs of its output. FEW rows by WIDE vectors of sums stay in registers. */
-enum { PAIR = sizeof(int32_t) / sizeof(element), WEIGHTS_AHEAD = 4096 / sizeof(element) };
+/* Vectors no wider than the processor's: compilers would keep the halves in memory. */
 #if defined __AVX512F__
-enum { WIDE = 4, FEW = 6 };
+enum { WIDTH = LANES };
 #else
-enum { WIDE = 1, FEW = 4 };
+enum { WIDTH = LANES / 2 };
 #endif
-enum { WIDE_OUTPUTS = WIDE * LANES };
+typedef int32_t lanes __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef float sums __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
-/* Rows of a block share a part of the weights in the first cache, while the next part is fetched. */
-enum { MOST_ROWS = 64, PART_INPUTS = 16384 / (WIDE_OUTPUTS * sizeof(element)) };
+/* A 32-bit lane holds PAIR successive inputs of its output. A tile has WIDE vectors of outputs. */
+enum { PAIR = sizeof(int32_t) / sizeof(element), WIDE_OUTPUTS = 4 * LANES, WIDE = WIDE_OUTPUTS / WIDTH };
+
+/* Sums of at most FEW rows by some vectors stay in registers. */
+#if defined __AVX512F__
+enum { FEW = 7, FEW_PASSES = 3 };
+INLINE int64_t vectors_beside(int64_t num_rows) { return WIDE; }
+#else
+enum { FEW = 6, FEW_PASSES = 4 };
+INLINE int64_t vectors_beside(int64_t num_rows) { return num_rows > 3 ? 2 : WIDE / num_rows; }
+#endif
+
+/* Passes over a part of the weights, each of some rows and vectors. In a FEW_PASSES the first waits for memory, and the
+   others read the part from the second cache. More keep a short part in the first cache, and fetch the next in turns. */
+enum { MOST_ROWS = 64, INPUT_BYTES = WIDE_OUTPUTS * sizeof(element) };
+enum { LONG_PART = 65536 / INPUT_BYTES, SHORT_PART = 16384 / INPUT_BYTES };
+
+typedef struct {
+    int64_t num_rows, num_vectors, num_passes;
+    int64_t part; /* inputs */
+} Passes;
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* How at most MOST_ROWS rows by at most WIDE vectors are multiplied. */
+INLINE Passes passes_of(int64_t num_rows, int64_t num_vectors) {
+    int64_t of_rows = quotient_up(num_rows, FEW), even = quotient_up(num_rows, of_rows), wide = vectors_beside(even);
+    int64_t num_passes = of_rows * quotient_up(num_vectors, wide);
+    if (num_passes <= FEW_PASSES) return (Passes){FEW, wide, num_passes, LONG_PART};
+    return (Passes){even, wide, num_passes, SHORT_PART};
+}
+
+/* Fetch weights just ahead: for more rows, which take longer, from further on and no nearer than the second cache. */
+enum { SLOW_ROWS = 6, LINE = 64 / sizeof(element), LINES = WIDE_OUTPUTS * PAIR / LINE };
+INLINE void fetch_ahead(const element *weights, const int num_rows) {
+    if (num_rows < SLOW_ROWS)
+        __builtin_prefetch(weights + 4096 / sizeof(element));
+    else
+        __builtin_prefetch(weights + 8192 / sizeof(element), 0, L2);
+}
 
 typedef struct {
     const element *weights; /* [num_blocks, padded_inputs / PAIR, block, PAIR] */
     int64_t num_outputs, num_inputs, padded_inputs, block;
 } BlockedMatrix;
 
-/* Add the products of each lane with PAIR inputs at `x`. */
-INLINE floats add_products(floats sum, ints lanes, const element *x) {
-#if defined ELEMENT_FLOAT32
-    return multiply_add(sum, (floats)lanes, (floats){0} + *x);
-#elif defined __AVX512BF16__
-    int32_t inputs;
-    memcpy(&inputs, x, sizeof inputs);
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)lanes, (__m512bh)_mm512_set1_epi32(inputs));
+INLINE sums add_product(sums sum, sums a, float b) {
+#if defined __AVX512F__
+    return multiply_add(sum, a, (sums){0} + b);
+#elif defined __FMA__
+    return (sums)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)sum);
 #else
-    sum = multiply_add(sum, (floats)(lanes << 16), (floats){0} + load(x[0]));
-    return multiply_add(sum, (floats)(lanes & (int32_t)0xffff0000), (floats){0} + load(x[1]));
+    return sum + a * b;
 #endif
 }
 
-/* Part of the inputs, and which of all passes over it, of FEW rows each, it is: each fetches its share of the weights
-   that lie `ahead`. */
+/* Add the products of each lane with PAIR inputs at `x`. */
+INLINE sums add_products(sums sum, lanes weights, const element *x) {
+#if defined ELEMENT_FLOAT32
+    return add_product(sum, (sums)weights, *x);
+#elif defined __AVX512BF16__
+    int32_t inputs;
+    memcpy(&inputs, x, sizeof inputs);
+    return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(inputs));
+#else
+    sum = add_product(sum, (sums)(weights << 16), load(x[0]));
+    return add_product(sum, (sums)(weights & (int32_t)0xffff0000), load(x[1]));
+#endif
+}
+
+/* Part of the inputs; and a pass over it, of all its passes. */
 typedef struct {
-    int64_t first, end, pass, num_passes, ahead /* elements */;
+    int64_t first, end, pass, num_passes;
 } Part;
 
-/* Add the products of a part to `total`; write them, if it `is_whole`: all inputs in one pass. */
+/* Not unrolled, loops over sums would keep these in memory. */
+#define UNROLLED _Pragma("GCC unroll 8")
+
+/* Add the products of a part to `total`. The first pass fetches the weights just ahead; or, if passes take turns, each
+   fetches some of the next part. */
 INLINE void multiply_few(
-    const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part,
-    float total[][WIDE_OUTPUTS], const int num_rows, const int num_vectors, const int is_whole) {
-    floats sum[FEW][WIDE];
-    for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_vectors; c++)
-            sum[r][c] = is_whole ? (floats){0} : *(const floats *)(total[r] + c * LANES);
+    const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part, float *total,
+    const int num_rows, const int num_vectors, const int takes_turns) {
+    sums sum[FEW][WIDE];
+    UNROLLED for (int r = 0; r < num_rows; r++)
+        UNROLLED for (int c = 0; c < num_vectors; c++)
+            sum[r][c] = *(const sums *)(total + r * WIDE_OUTPUTS + c * WIDTH);
     weights += part.first * w->block;
     int64_t next_fetch = part.first + part.pass * PAIR;
-    for (int64_t k = is_whole ? 0 : part.first; k < part.end; k += PAIR, weights += w->block * PAIR) {
-        ints lanes[WIDE];
-        for (int c = 0; c < num_vectors; c++) {
-            lanes[c] = *(const ints *)(weights + c * LANES * PAIR);
-            if (is_whole) __builtin_prefetch(weights + c * LANES * PAIR + WEIGHTS_AHEAD);
-        }
-        if (!is_whole && k == next_fetch) {
-            for (int c = 0; c < num_vectors; c++) __builtin_prefetch(weights + c * LANES * PAIR + part.ahead);
+    for (int64_t k = part.first; k < part.end; k += PAIR, weights += w->block * PAIR) {
+        lanes of_weights[WIDE];
+        UNROLLED for (int c = 0; c < num_vectors; c++) of_weights[c] = *(const lanes *)(weights + c * WIDTH * PAIR);
+        if (!takes_turns && part.pass == 0)
+            for (int line = 0; line < LINES; line++) fetch_ahead(weights + line * LINE, num_rows);
+        if (takes_turns && k == next_fetch) {
+            for (int line = 0; line < LINES; line++) __builtin_prefetch(weights + line * LINE + SHORT_PART * w->block);
             next_fetch += part.num_passes * PAIR;
         }
-        for (int r = 0; r < num_rows; r++)
-            for (int c = 0; c < num_vectors; c++) sum[r][c] = add_products(sum[r][c], lanes[c], x + r * x_stride + k);
+        UNROLLED for (int r = 0; r < num_rows; r++)
+            UNROLLED for (int c = 0; c < num_vectors; c++)
+                sum[r][c] = add_products(sum[r][c], of_weights[c], x + r * x_stride + k);
     }
-    for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_vectors; c++) *(floats *)(total[r] + c * LANES) = sum[r][c];
+    UNROLLED for (int r = 0; r < num_rows; r++)
+        UNROLLED for (int c = 0; c < num_vectors; c++) *(sums *)(total + r * WIDE_OUTPUTS + c * WIDTH) = sum[r][c];
 }
 
 #define FEW_ROWS(rows, vectors) \
     case 10 * rows + vectors: \
-        if (part.num_passes == 1) \
+        if (part.num_passes > FEW_PASSES) \
             multiply_few(w, weights, x, x_stride, part, total, rows, vectors, 1); \
         else \
             multiply_few(w, weights, x, x_stride, part, total, rows, vectors, 0); \
         break;
-#if defined __AVX512F__
-#define MORE_ROWS(vectors) FEW_ROWS(5, vectors) FEW_ROWS(6, vectors)
-#else
-#define MORE_ROWS(vectors)
-#endif
-#define ALL_ROWS(vectors) \
-    FEW_ROWS(1, vectors) FEW_ROWS(2, vectors) FEW_ROWS(3, vectors) FEW_ROWS(4, vectors) MORE_ROWS(vectors)
+#define FOUR_MORE_ROWS(vectors) FEW_ROWS(3, vectors) FEW_ROWS(4, vectors) FEW_ROWS(5, vectors) FEW_ROWS(6, vectors)
+#define SEVEN_ROWS(vectors) FEW_ROWS(1, vectors) FEW_ROWS(2, vectors) FOUR_MORE_ROWS(vectors) FEW_ROWS(7, vectors)
+#define FOUR_VECTORS(rows) FEW_ROWS(rows, 1) FEW_ROWS(rows, 2) FEW_ROWS(rows, 3) FEW_ROWS(rows, 4)
 
-static void multiply_any_few(
-    const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part,
-    float total[][WIDE_OUTPUTS], int64_t num_rows, int64_t num_vectors) {
+INLINE void multiply_any_few(
+    const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part, float *total,
+    int64_t num_rows, int64_t num_vectors) {
     switch (10 * num_rows + num_vectors) {
-        ALL_ROWS(1)
 #if defined __AVX512F__
-        ALL_ROWS(2)
-        ALL_ROWS(3)
-        ALL_ROWS(4)
+        SEVEN_ROWS(1)
+        SEVEN_ROWS(2)
+        SEVEN_ROWS(3)
+        SEVEN_ROWS(4)
+#else
+        FOUR_VECTORS(1)
+        FEW_ROWS(1, 5)
+        FEW_ROWS(1, 6)
+        FEW_ROWS(1, 7)
+        FEW_ROWS(1, 8)
+        FOUR_VECTORS(2)
+        FOUR_MORE_ROWS(1)
+        FOUR_MORE_ROWS(2)
 #endif
     }
 }
@@ -100,23 +157,21 @@ typedef struct Fetches {
     void (*fetch_some)(struct Fetches *);
 } Fetches;
 
-INLINE int64_t passes_of(int64_t num_rows) { return (num_rows + FEW - 1) / FEW; }
-
-/* Multiply at most MOST_ROWS rows: all of them by a part of the weights while it is in the first cache. */
+/* Multiply at most MOST_ROWS rows: all of them by a part of the weights before the next part. */
 INLINE void multiply_block(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, float total[][WIDE_OUTPUTS],
     int64_t num_rows, int64_t num_vectors, Fetches *fetches) {
-    const int64_t num_passes = passes_of(num_rows), share = (num_rows + num_passes - 1) / num_passes;
-    const int64_t length = num_passes > 1 ? (int64_t)PART_INPUTS : w->num_inputs;
-    if (num_passes > 1) memset(total, 0, num_rows * sizeof *total);
-    for (int64_t first = 0; first < w->num_inputs; first += length) {
-        const int64_t end = first + length < w->num_inputs ? first + length : w->num_inputs;
-        for (int64_t pass = 0, row = 0; row < num_rows; pass++, row += share) {
-            const int64_t count = num_rows - row < share ? num_rows - row : share;
-            const Part part = {first, end, pass, num_passes, length * w->block};
-            if (fetches) fetches->fetch_some(fetches);
-            multiply_any_few(w, weights, x + row * x_stride, x_stride, part, total + row, count, num_vectors);
-        }
+    const Passes p = passes_of(num_rows, num_vectors);
+    memset(total, 0, num_rows * sizeof *total);
+    for (int64_t first = 0; first < w->num_inputs; first += p.part) {
+        Part part = {first, least(first + p.part, w->num_inputs), 0, p.num_passes};
+        for (int64_t row = 0; row < num_rows; row += p.num_rows)
+            for (int64_t v = 0; v < num_vectors; v += p.num_vectors, part.pass++) {
+                if (fetches) fetches->fetch_some(fetches);
+                multiply_any_few(
+                    w, weights + v * WIDTH * PAIR, x + row * x_stride, x_stride, part, total[row] + v * WIDTH,
+                    least(num_rows - row, p.num_rows), least(num_vectors - v, p.num_vectors));
+            }
     }
 }
 
@@ -146,7 +201,7 @@ INLINE void blocked_outputs(
     for (int64_t row = 0; row < num_rows && left > 0; row += MOST_ROWS) {
         int64_t count = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         float total[MOST_ROWS][WIDE_OUTPUTS];
-        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, (left + LANES - 1) / LANES, fetches);
+        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, (left + WIDTH - 1) / WIDTH, fetches);
         for (int64_t r = 0; r < count; r++)
             for (int64_t i = 0; i < left; i++)
                 out[(row + r) * w->num_outputs + first + i] =

@@ -108,7 +108,7 @@ static __attribute__((noinline)) void multiply_tile_of(
             multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 4);
     } else {
         LoraFetches ahead;
-        int is_long = s->lora_groups && passes_of(s->num_rows) > 1;
+        int is_long = s->lora_groups && s->num_rows > FEW;
         if (is_long) ahead = fetches_of(s, layer, linear, tile);
         blocked_outputs(
             l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile, is_long ? &ahead.fetches : NULL);

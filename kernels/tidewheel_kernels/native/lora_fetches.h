@@ -65,7 +65,8 @@ INLINE LoraFetches lora_fetches(
     const LoraGroups *g, const LoraStack *stack, const LoraStack *following, const BlockedMatrix *w, int64_t tile,
     int64_t num_rows) {
     LoraFetches f = {{fetch_lora}, g, stack, following};
-    int64_t num_calls = passes_of(num_rows) * ((w->num_inputs + PART_INPUTS - 1) / PART_INPUTS), num_bytes = 0;
+    const Passes passes = passes_of(least(num_rows, MOST_ROWS), WIDE);
+    int64_t num_calls = passes.num_passes * quotient_up(w->num_inputs, passes.part), num_bytes = 0;
     f.first = first_of_tile(w, tile), f.width = width_of_tile(w, tile);
     if (stack) {
         while (f.part + 1 < stack->num_parts && stack->ends[f.part] <= f.first) f.part++;

@@ -34,10 +34,10 @@ FINELY_PADDED_ROWS = 64
 def few_rows(features: Collection[str]) -> Mapping[torch.dtype, int]:
     """Return how many rows the C kernel multiplies faster than oneDNN (benchmarks/engine/cpu_kernels.py).
 
-    `features` are the processor's. oneDNN is faster with AMX, and without the kernel's wide vectors.
+    `features` are the processor's. oneDNN is faster with AMX, and without the instructions of the kernel's vectors.
     """
     has_products = "avx512_bf16" in features and "amx_bf16" not in features
-    return {torch.float32: 64 if "avx512f" in features else 4, torch.bfloat16: 64 if has_products else 16}
+    return {torch.float32: 64 if "fma" in features else 4, torch.bfloat16: 64 if has_products else 16}
 
 
 FEW_ROWS = few_rows(processor().split())

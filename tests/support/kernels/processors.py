@@ -19,6 +19,7 @@ PROCESSORS = {
     "avx2-chains": ("-march=x86-64-v3 --param=avoid-fma-max-bits=512", "avx2"),
     "avx512-chains": ("-march=x86-64-v4 --param=avoid-fma-max-bits=512", "avx512bw"),
     "avx512": ("-march=x86-64-v4", "avx512bw"),
+    "avx512-pairs": ("-march=x86-64-v4 -mavx512bf16", "avx512_bf16"),
     "amx": (f"-march=native -DTILES -include {Path(__file__).with_name('emulated_tiles.h')}", "avx512bw"),
 }
 

@@ -246,7 +246,7 @@ SHRINK(shrink_down, DOWN, s->activated)
 
 INLINE void run(const Step *s, Stage *stage, Job job, int64_t layer, int64_t total) {
     int64_t share = total / (s->num_threads * SHARES_PER_THREAD) + 1, first, end, count = 0;
-    while ((end = take_share(stage, total, share, &first))) {
+    while ((end = take_share(stage, total, share, s->num_threads, &first))) {
         for (int64_t piece = first; piece < end; piece++) job(s, layer, piece);
         count += end - first;
     }

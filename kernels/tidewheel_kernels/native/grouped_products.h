@@ -13,7 +13,7 @@ typedef uint8_t bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1)));
 
 /* Rows and vectors of a tile, whose sums stay in registers. */
 #if defined __AVX512F__
-enum { TILE_ROWS = 4, TILE_VECTORS = 2 };
+enum { TILE_ROWS = 6, TILE_VECTORS = 2 };
 #else
 enum { TILE_ROWS = 2, TILE_VECTORS = 1 };
 #endif
@@ -200,9 +200,10 @@ INLINE void store_tile(
 #define TILE(rows, vectors, bits) \
     case 10 * rows + vectors: multiply_tile(w, x, chunk, total, rows, vectors, bits); break;
 #if defined __AVX512F__
-#define TILES_OF(bits) \
-    TILE(1, 2, bits) TILE(2, 2, bits) TILE(3, 2, bits) TILE(4, 2, bits) \
-    TILE(1, 1, bits) TILE(2, 1, bits) TILE(3, 1, bits) TILE(4, 1, bits)
+#define TILES_OF(bits) SIX_ROWS(1, bits) SIX_ROWS(2, bits)
+#define SIX_ROWS(vectors, bits) \
+    TILE(1, vectors, bits) TILE(2, vectors, bits) TILE(3, vectors, bits) \
+    TILE(4, vectors, bits) TILE(5, vectors, bits) TILE(6, vectors, bits)
 #else
 #define TILES_OF(bits) TILE(1, 1, bits) TILE(2, 1, bits)
 #endif

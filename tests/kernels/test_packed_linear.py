@@ -69,8 +69,9 @@ def _processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.usefixtures("_processor")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_other_processors(dtype: torch.dtype) -> None:
-    weight, x = drawn(200, 1090, dtype=dtype), drawn(64, 1090, dtype=dtype)
+@pytest.mark.parametrize("width", [16, 48, 120, 200])
+def test_other_processors(width: int, dtype: torch.dtype) -> None:
+    weight, x = drawn(width, 1090, dtype=dtype), drawn(64, 1090, dtype=dtype)
     weights, expected = packed(weight), linear(x.float(), weight.float()).to(dtype)
     alone = torch.cat([packed_linear(row, weights) for row in x.split(1)])
     assert_close("native", expected, alone, RATIO[dtype])

@@ -3,7 +3,7 @@
 
 #include "lanes.h"
 
-/* Vectors no wider than the processor's: compilers would keep the halves in memory. */
+/* Vectors of 64 bytes with AVX-512, else of 32: compilers keep halves of wider ones in memory. */
 #if defined __AVX512F__
 enum { WIDTH = LANES };
 #else
@@ -15,38 +15,41 @@ typedef float sums __attribute__((vector_size(4 * WIDTH), aligned(4)));
 /* A 32-bit lane holds PAIR successive inputs of its output. A tile has WIDE vectors of outputs. */
 enum { PAIR = sizeof(int32_t) / sizeof(element), WIDE_OUTPUTS = 4 * LANES, WIDE = WIDE_OUTPUTS / WIDTH };
 
-/* Sums of at most FEW rows by some vectors stay in registers. */
+/* Sums of at most FEW rows by vectors_per_pass(rows) vectors fit in registers. */
 #if defined __AVX512F__
-enum { FEW = 7, FEW_PASSES = 3 };
-INLINE int64_t vectors_beside(int64_t num_rows) { return WIDE; }
+enum { FEW = 7, MOST_LONG_PASSES = 3 };
+INLINE int64_t vectors_per_pass(int64_t num_rows) { return WIDE; }
 #else
-enum { FEW = 6, FEW_PASSES = 4 };
-INLINE int64_t vectors_beside(int64_t num_rows) { return num_rows > 3 ? 2 : WIDE / num_rows; }
+enum { FEW = 6, MOST_LONG_PASSES = 4 };
+INLINE int64_t vectors_per_pass(int64_t num_rows) { return num_rows > 3 ? 2 : WIDE / num_rows; }
 #endif
 
-/* Passes over a part of the weights, each of some rows and vectors. In a FEW_PASSES the first waits for memory, and the
-   others read the part from the second cache. More keep a short part in the first cache, and fetch the next in turns. */
-enum { MOST_ROWS = 64, INPUT_BYTES = WIDE_OUTPUTS * sizeof(element) };
-enum { LONG_PART = 65536 / INPUT_BYTES, SHORT_PART = 16384 / INPUT_BYTES };
+/* A tile is multiplied in passes over a part of its weights, each pass by some rows and some vectors. With at most
+   MOST_LONG_PASSES, parts are long: the first pass reads from memory, the others from the second cache. With more,
+   parts are short, to stay in the first cache, and each pass fetches its share of the next part. */
+enum { MOST_ROWS = 64, TILE_INPUT_BYTES = WIDE_OUTPUTS * sizeof(element) };
+enum { LONG_PART = 65536 / TILE_INPUT_BYTES, SHORT_PART = 16384 / TILE_INPUT_BYTES };
 
 typedef struct {
-    int64_t num_rows, num_vectors, num_passes;
-    int64_t part; /* inputs */
+    int64_t num_rows, num_vectors; /* of each pass */
+    int64_t num_passes, part_inputs;
 } Passes;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* How at most MOST_ROWS rows by at most WIDE vectors are multiplied. */
+/* The passes for at most MOST_ROWS rows by at most WIDE vectors. */
 INLINE Passes passes_of(int64_t num_rows, int64_t num_vectors) {
-    int64_t of_rows = quotient_up(num_rows, FEW), even = quotient_up(num_rows, of_rows), wide = vectors_beside(even);
-    int64_t num_passes = of_rows * quotient_up(num_vectors, wide);
-    if (num_passes <= FEW_PASSES) return (Passes){FEW, wide, num_passes, LONG_PART};
-    return (Passes){even, wide, num_passes, SHORT_PART};
+    int64_t row_passes = ceil_div(num_rows, FEW), rows_each = ceil_div(num_rows, row_passes);
+    int64_t vectors_each = vectors_per_pass(rows_each);
+    int64_t num_passes = row_passes * ceil_div(num_vectors, vectors_each);
+    /* The first pass waits for memory: it multiplies as many rows as it can. */
+    if (num_passes <= MOST_LONG_PASSES) return (Passes){FEW, vectors_each, num_passes, LONG_PART};
+    return (Passes){rows_each, vectors_each, num_passes, SHORT_PART};
 }
 
-/* Fetch weights just ahead: for more rows, which take longer, from further on and no nearer than the second cache. */
-enum { SLOW_ROWS = 6, LINE = 64 / sizeof(element), LINES = WIDE_OUTPUTS * PAIR / LINE };
+/* Fetch weights that are needed soon: with SLOW_ROWS or more further ahead, into the second cache. */
+enum { SLOW_ROWS = 6, LINE_ELEMENTS = 64 / sizeof(element), LINES_PER_STEP = WIDE_OUTPUTS * PAIR / LINE_ELEMENTS };
 INLINE void fetch_ahead(const element *weights, const int num_rows) {
     if (num_rows < SLOW_ROWS)
         __builtin_prefetch(weights + 4096 / sizeof(element));
@@ -83,19 +86,19 @@ INLINE sums add_products(sums sum, lanes weights, const element *x) {
 #endif
 }
 
-/* Part of the inputs; and a pass over it, of all its passes. */
+/* A part's inputs [first, end), and the number of a pass over them. */
 typedef struct {
     int64_t first, end, pass, num_passes;
 } Part;
 
-/* Not unrolled, loops over sums would keep these in memory. */
+/* gcc keeps arrays of sums in registers only if loops over them are unrolled. */
 #define UNROLLED _Pragma("GCC unroll 8")
 
-/* Add the products of a part to `total`. The first pass fetches the weights just ahead; or, if passes take turns, each
+/* Add the products of a part to `total`. The first pass fetches weights ahead; or, if passes share fetches, each
    fetches some of the next part. */
 INLINE void multiply_few(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part, float *total,
-    const int num_rows, const int num_vectors, const int takes_turns) {
+    const int num_rows, const int num_vectors, const int shares_fetches) {
     sums sum[FEW][WIDE];
     UNROLLED for (int r = 0; r < num_rows; r++)
         UNROLLED for (int c = 0; c < num_vectors; c++)
@@ -105,10 +108,11 @@ INLINE void multiply_few(
     for (int64_t k = part.first; k < part.end; k += PAIR, weights += w->block * PAIR) {
         lanes of_weights[WIDE];
         UNROLLED for (int c = 0; c < num_vectors; c++) of_weights[c] = *(const lanes *)(weights + c * WIDTH * PAIR);
-        if (!takes_turns && part.pass == 0)
-            for (int line = 0; line < LINES; line++) fetch_ahead(weights + line * LINE, num_rows);
-        if (takes_turns && k == next_fetch) {
-            for (int line = 0; line < LINES; line++) __builtin_prefetch(weights + line * LINE + SHORT_PART * w->block);
+        if (!shares_fetches && part.pass == 0)
+            for (int line = 0; line < LINES_PER_STEP; line++) fetch_ahead(weights + line * LINE_ELEMENTS, num_rows);
+        if (shares_fetches && k == next_fetch) {
+            for (int line = 0; line < LINES_PER_STEP; line++)
+                __builtin_prefetch(weights + line * LINE_ELEMENTS + SHORT_PART * w->block);
             next_fetch += part.num_passes * PAIR;
         }
         UNROLLED for (int r = 0; r < num_rows; r++)
@@ -119,40 +123,40 @@ INLINE void multiply_few(
         UNROLLED for (int c = 0; c < num_vectors; c++) *(sums *)(total + r * WIDE_OUTPUTS + c * WIDTH) = sum[r][c];
 }
 
-#define FEW_ROWS(rows, vectors) \
+#define PASS_OF(rows, vectors) \
     case 10 * rows + vectors: \
-        if (part.num_passes > FEW_PASSES) \
+        if (part.num_passes > MOST_LONG_PASSES) \
             multiply_few(w, weights, x, x_stride, part, total, rows, vectors, 1); \
         else \
             multiply_few(w, weights, x, x_stride, part, total, rows, vectors, 0); \
         break;
-#define FOUR_MORE_ROWS(vectors) FEW_ROWS(3, vectors) FEW_ROWS(4, vectors) FEW_ROWS(5, vectors) FEW_ROWS(6, vectors)
-#define SEVEN_ROWS(vectors) FEW_ROWS(1, vectors) FEW_ROWS(2, vectors) FOUR_MORE_ROWS(vectors) FEW_ROWS(7, vectors)
-#define FOUR_VECTORS(rows) FEW_ROWS(rows, 1) FEW_ROWS(rows, 2) FEW_ROWS(rows, 3) FEW_ROWS(rows, 4)
+#define ROWS_3_TO_6(vectors) PASS_OF(3, vectors) PASS_OF(4, vectors) PASS_OF(5, vectors) PASS_OF(6, vectors)
+#define ROWS_1_TO_7(vectors) PASS_OF(1, vectors) PASS_OF(2, vectors) ROWS_3_TO_6(vectors) PASS_OF(7, vectors)
+#define VECTORS_1_TO_4(rows) PASS_OF(rows, 1) PASS_OF(rows, 2) PASS_OF(rows, 3) PASS_OF(rows, 4)
 
 INLINE void multiply_any_few(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part, float *total,
     int64_t num_rows, int64_t num_vectors) {
-    switch (10 * num_rows + num_vectors) {
+    switch (10 * num_rows + num_vectors) { /* all that passes_of gives */
 #if defined __AVX512F__
-        SEVEN_ROWS(1)
-        SEVEN_ROWS(2)
-        SEVEN_ROWS(3)
-        SEVEN_ROWS(4)
+        ROWS_1_TO_7(1)
+        ROWS_1_TO_7(2)
+        ROWS_1_TO_7(3)
+        ROWS_1_TO_7(4)
 #else
-        FOUR_VECTORS(1)
-        FEW_ROWS(1, 5)
-        FEW_ROWS(1, 6)
-        FEW_ROWS(1, 7)
-        FEW_ROWS(1, 8)
-        FOUR_VECTORS(2)
-        FOUR_MORE_ROWS(1)
-        FOUR_MORE_ROWS(2)
+        VECTORS_1_TO_4(1)
+        PASS_OF(1, 5)
+        PASS_OF(1, 6)
+        PASS_OF(1, 7)
+        PASS_OF(1, 8)
+        VECTORS_1_TO_4(2)
+        ROWS_3_TO_6(1)
+        ROWS_3_TO_6(2)
 #endif
     }
 }
 
-/* Memory to fetch between passes, which leave it idle. */
+/* Other data to fetch between passes, most of which leave memory idle. */
 typedef struct Fetches {
     void (*fetch_some)(struct Fetches *);
 } Fetches;
@@ -163,8 +167,8 @@ INLINE void multiply_block(
     int64_t num_rows, int64_t num_vectors, Fetches *fetches) {
     const Passes p = passes_of(num_rows, num_vectors);
     memset(total, 0, num_rows * sizeof *total);
-    for (int64_t first = 0; first < w->num_inputs; first += p.part) {
-        Part part = {first, least(first + p.part, w->num_inputs), 0, p.num_passes};
+    for (int64_t first = 0; first < w->num_inputs; first += p.part_inputs) {
+        Part part = {first, least(first + p.part_inputs, w->num_inputs), 0, p.num_passes};
         for (int64_t row = 0; row < num_rows; row += p.num_rows)
             for (int64_t v = 0; v < num_vectors; v += p.num_vectors, part.pass++) {
                 if (fetches) fetches->fetch_some(fetches);
@@ -176,12 +180,11 @@ INLINE void multiply_block(
 }
 
 INLINE int64_t blocked_tiles(const BlockedMatrix *w) {
-    int64_t num_blocks = (w->num_outputs + w->block - 1) / w->block;
-    return num_blocks * ((w->block + WIDE_OUTPUTS - 1) / WIDE_OUTPUTS);
+    return ceil_div(w->num_outputs, w->block) * ceil_div(w->block, WIDE_OUTPUTS);
 }
 
 INLINE int64_t first_of_tile(const BlockedMatrix *w, int64_t tile) {
-    int64_t per_block = (w->block + WIDE_OUTPUTS - 1) / WIDE_OUTPUTS;
+    int64_t per_block = ceil_div(w->block, WIDE_OUTPUTS);
     return tile / per_block * w->block + tile % per_block * WIDE_OUTPUTS;
 }
 
@@ -201,7 +204,7 @@ INLINE void blocked_outputs(
     for (int64_t row = 0; row < num_rows && left > 0; row += MOST_ROWS) {
         int64_t count = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         float total[MOST_ROWS][WIDE_OUTPUTS];
-        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, (left + WIDTH - 1) / WIDTH, fetches);
+        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, ceil_div(left, WIDTH), fetches);
         for (int64_t r = 0; r < count; r++)
             for (int64_t i = 0; i < left; i++)
                 out[(row + r) * w->num_outputs + first + i] =

@@ -65,9 +65,9 @@ INLINE LoraFetches lora_fetches(
     const LoraGroups *g, const LoraStack *stack, const LoraStack *following, const BlockedMatrix *w, int64_t tile,
     int64_t num_rows) {
     LoraFetches f = {{fetch_lora}, g, stack, following};
-    const Passes passes = passes_of(least(num_rows, MOST_ROWS), WIDE);
-    int64_t num_calls = passes.num_passes * quotient_up(w->num_inputs, passes.part), num_bytes = 0;
     f.first = first_of_tile(w, tile), f.width = width_of_tile(w, tile);
+    const Passes passes = passes_of(least(num_rows, MOST_ROWS), ceil_div(f.width, WIDTH));
+    int64_t num_calls = passes.num_passes * ceil_div(w->num_inputs, passes.part_inputs), num_bytes = 0;
     if (stack) {
         while (f.part + 1 < stack->num_parts && stack->ends[f.part] <= f.first) f.part++;
         num_bytes += g->num_tiles * stack->max_rank * (f.width * sizeof(element) + LINE_BYTES);

@@ -1,6 +1,6 @@
 /* Work that the threads of a team take in shares. A thread that the system holds up delays the others only while it
-   has a share: a stage ends with its last share, not with the last thread. Each thread begins with a region of its own,
-   so that what it reads lies one after the other in memory, and then helps with the others. */
+   has a share: a stage ends with its last share, not with the last thread. Threads begin in regions of their own (some
+   in one, above MOST_REGIONS), so that each reads memory in order, and then help with the others. */
 #pragma once
 
 #include <omp.h>
@@ -8,10 +8,11 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-enum { SPINS = 4096, LINE_BYTES = 64, SHARES_PER_THREAD = 8, MOST_REGIONS = LINE_BYTES / 8 - 1 };
+enum { SPINS = 4096, LINE_BYTES = 64, SHARES_PER_THREAD = 8 };
+enum { MOST_REGIONS = LINE_BYTES / sizeof(long long) - 1 }; /* a stage is one cache line */
 
 typedef struct {
-    _Alignas(LINE_BYTES) atomic_llong taken[MOST_REGIONS]; /* pieces of each region */
+    _Alignas(LINE_BYTES) atomic_llong taken[MOST_REGIONS]; /* of each region; in the end more than it has */
     atomic_llong done;
 } Stage;
 

@@ -28,6 +28,7 @@ static inline int64_t take_share(Stage *stage, int64_t total, int64_t share, int
     return 0;
 }
 
+/* Say that `count` pieces are done, and wait for all `total`. */
 static inline void finish_stage(Stage *stage, int64_t count, int64_t total) {
     atomic_fetch_add_explicit(&stage->done, count, memory_order_release);
     for (int spins = 0; atomic_load_explicit(&stage->done, memory_order_acquire) < total; spins++)

@@ -53,7 +53,7 @@ def runner(config: EngineConfig) -> ModelRunner:
 @pytest.fixture(scope="module")
 def one_rounding() -> Iterator[None]:
     """Compare tokens of steps of different sizes."""
-    with capturable.products_of_onednn():
+    with capturable.products_of_torch():
         yield
 
 
@@ -70,7 +70,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerato
     monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
     monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(LOADED_SIZES))
     monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, *_: (run(size), 1))
-    with capturable.installed():
+    with capturable.installed(), capturable.products_of_torch():
         yield accelerator
 
 

@@ -186,7 +186,7 @@ def test_no_token_changes_when_blocks_are_short(followed: Models) -> None:
         assert stats.num_preemptions > 0 and stats.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.usefixtures("accelerator", "one_rounding")
+@pytest.mark.usefixtures("accelerator")
 def test_graphs_leave_states_as_well(followed: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = GraphSizes([1, 2, 4, 8, 16, 32], prompt_sizes(64))
     monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: sizes)

@@ -303,7 +303,7 @@ def test_recorded_graphs_call_collectives_in_the_order_of_all_ranks(
         model_runner, "accelerator_of", lambda device: accelerators.append(RecordingAccelerator()) or accelerators[-1]
     )
     config = settings(tmp_path, max_model_len=128)
-    with capturable.products_of_onednn(), ThreadRanks(config, 2) as ranks:
+    with capturable.products_of_torch(), ThreadRanks(config, 2) as ranks:
         with monkeypatch.context() as eager:
             eager.setattr(model_runner, "accelerator_of", lambda device: None)
             one = ModelRunner.load(config)

@@ -42,7 +42,7 @@ class NotCapturable(AssertionError):
 
 
 class Watch(TorchFunctionMode):
-    """Make calls raise that read values of tensors, or make tensors of host values."""
+    """Make calls raise that read values of tensors, make tensors of host values, or run native kernels."""
 
     has_raised = False
 
@@ -51,6 +51,9 @@ class Watch(TorchFunctionMode):
         if name in READING_CALLS:
             self.has_raised = True
             raise NotCapturable(f"{name} waits for the device, or brings it values of the host")
+        if name == "data_ptr":
+            self.has_raised = True
+            raise NotCapturable("a kernel outside torch got an address: a replay would not run it")
         return function(*args, **(kwargs or {}))
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import threading
 
 import torch
 
 PAGE, LINE, SEGMENT = 2 << 20, 64, 64 << 20  # bytes; a segment's unused pages take no memory
+WAY = 128 << 10  # bytes; in second caches of 1 or 2 MB, memory this far apart shares a set
+STEP = 1239 * LINE  # the beginnings of up to 64 are spread evenly over a way
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # linux/mman.h; the second since Linux 6.1
 
+_num_made = itertools.count()
 _lock = threading.Lock()
 _free = torch.empty(0, dtype=torch.uint8)  # rest of the last segment
 
@@ -27,12 +31,16 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory that begins with a page; it has pages of 4 KB after its last whole one."""
+    """Allocate memory, with pages of 4 KB after its last whole one.
+
+    Each call's memory begins elsewhere in its first page: the same matrices of several adapters would otherwise share
+    a few sets of the processor's caches, which cannot hold them together.
+    """
     nbytes = num_elements * dtype.itemsize
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-    begin = -memory.data_ptr() % PAGE
-    advise(memory.data_ptr() + begin, nbytes, MADV_HUGEPAGE)
-    return memory[begin : begin + nbytes].view(dtype)
+    memory = torch.empty(nbytes + PAGE + WAY, dtype=torch.uint8)
+    page, offset = -memory.data_ptr() % PAGE, next(_num_made) * STEP % WAY
+    advise(memory.data_ptr() + page, offset + nbytes, MADV_HUGEPAGE)
+    return memory[page + offset :][:nbytes].view(dtype)
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:

@@ -180,15 +180,15 @@ INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)of_b, (__m512bh)_mm512_set1_epi32(factor));
 }
 
-INLINE __m512 widen(__m256i elements) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(elements), 16); }
+/* Load up to PER_VECTOR outputs, as `load_block` arranges them. */
+INLINE void load_outputs(const element *from, int64_t count, floats to[2]) {
+    __m512i zero = _mm512_setzero_si512(), outputs = _mm512_maskz_loadu_epi16(first_outputs(count), from);
+    to[0] = (floats)_mm512_unpacklo_epi16(zero, outputs), to[1] = (floats)_mm512_unpackhi_epi16(zero, outputs);
+}
 
-/* Add to up to PER_VECTOR outputs. vcvtne2ps2bf16 makes zeros of denormals. */
-INLINE void add_block(element *to, const floats sum[2], int64_t count) {
-    __m512i groups = _mm512_maskz_loadu_epi16(first_outputs(count), to);
-    groups = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), groups); /* even ones first */
-    __m512 total0 = _mm512_add_ps(widen(_mm512_castsi512_si256(groups)), (__m512)sum[0]);
-    __m512 total1 = _mm512_add_ps(widen(_mm512_extracti64x4_epi64(groups, 1)), (__m512)sum[1]);
-    groups = (__m512i)_mm512_cvtne2ps_pbh(total1, total0);
+/* Store up to PER_VECTOR outputs. vcvtne2ps2bf16 makes zeros of denormals. */
+INLINE void store_outputs(element *to, const floats sum[2], int64_t count) {
+    __m512i groups = (__m512i)_mm512_cvtne2ps_pbh((__m512)sum[1], (__m512)sum[0]);
     groups = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), groups); /* back in order */
     _mm512_mask_storeu_epi16(to, first_outputs(count), groups);
 }
@@ -216,11 +216,11 @@ INLINE floats load_floats(const element *from, int64_t count) {
 #endif
 }
 
-/* Add to up to LANES elements. */
-INLINE void add_floats(element *to, floats sum, int64_t count) {
+/* Store up to LANES elements. */
+INLINE void store_floats(element *to, floats sum, int64_t count) {
 #if defined ELEMENT_BFLOAT16 && defined __AVX512F__
     if (count >= LANES) {
-        __m512 total = _mm512_add_ps((__m512)load_floats(to, LANES), (__m512)sum);
+        __m512 total = (__m512)sum;
         __m512i bits = _mm512_castps_si512(total);
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
@@ -230,7 +230,7 @@ INLINE void add_floats(element *to, floats sum, int64_t count) {
         return;
     }
 #endif
-    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element(load(to[i]) + sum[i]);
+    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element(sum[i]);
 }
 
 INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks, int64_t count, floats *to) {
@@ -242,7 +242,9 @@ INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
     return multiply_add(sum, (floats){0} + factor, of_b);
 }
 
-INLINE void add_block(element *to, const floats *sum, int64_t count) { add_floats(to, *sum, count); }
+INLINE void load_outputs(const element *from, int64_t count, floats *to) { *to = load_floats(from, count); }
+
+INLINE void store_outputs(element *to, const floats *sum, int64_t count) { store_floats(to, *sum, count); }
 #endif
 
 /* Add b @ (a @ x) to up to `left` outputs of few rows. */
@@ -253,7 +255,8 @@ INLINE void expand_few(
 #pragma GCC unroll 4
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < num_vectors; c++) sum[r][c] = (floats){0};
+        for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
+            load_outputs(out[r] + c * LANES, left - c * LANES, &sum[r][c]);
     for (int64_t k = 0; k < rank; k += FACTOR_RANKS, b += FACTOR_RANKS * num_outputs) {
 #pragma GCC unroll 4
         for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
@@ -268,7 +271,7 @@ INLINE void expand_few(
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
-            add_block(out[r] + c * LANES, &sum[r][c], left - c * LANES);
+            store_outputs(out[r] + c * LANES, &sum[r][c], left - c * LANES);
 }
 
 static void expand_vectors(

@@ -50,10 +50,15 @@ INLINE const LoraPart *parts_of_tile(const LoraStack *s, const LoraGroups *g, in
     return s->parts + g->slots[tile] * s->num_parts;
 }
 
+/* Return whether a tile's rows have the adapter of the tile before it. */
+INLINE int repeats_slot(const LoraGroups *g, int64_t tile) { return tile > 0 && g->slots[tile] == g->slots[tile - 1]; }
+
 /* Products of up to LORA_RANKS ranks are a piece of work. */
-INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) {
-    return g->num_tiles * s->num_parts * ((s->max_rank + LORA_RANKS - 1) / LORA_RANKS);
+INLINE int64_t pieces_of_tile(const LoraStack *s) {
+    return s->num_parts * ((s->max_rank + LORA_RANKS - 1) / LORA_RANKS);
 }
+
+INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) { return g->num_tiles * pieces_of_tile(s); }
 
 /* Room for a @ x: [num_tiles, LORA_TILE, num_parts, max_rank]. */
 INLINE int64_t lora_width(const LoraStack *s) { return s->num_parts * s->max_rank; }

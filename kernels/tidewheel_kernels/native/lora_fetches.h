@@ -26,7 +26,9 @@ INLINE void begin_ranges(LoraFetches *f, const element *first, int64_t num_eleme
 /* Start on the next matrix: b of each tile of rows, then a of the next product. Return 0 when none is left. */
 static __attribute__((noinline)) int next_matrix(LoraFetches *f) {
     while (f->stack && f->row_tile < f->groups->num_tiles) {
-        const LoraPart *p = parts_of_tile(f->stack, f->groups, f->row_tile++) + f->part;
+        int64_t row_tile = f->row_tile++;
+        if (repeats_slot(f->groups, row_tile)) continue;
+        const LoraPart *p = parts_of_tile(f->stack, f->groups, row_tile) + f->part;
         int64_t begin = f->part ? f->stack->ends[f->part - 1] : 0, num_outputs = f->stack->ends[f->part] - begin;
         if (!p->rank) continue;
         begin_ranges(f, p->b + f->first - begin, f->width, num_outputs, p->rank);
@@ -34,7 +36,7 @@ static __attribute__((noinline)) int next_matrix(LoraFetches *f) {
     }
     while (f->piece < f->last_piece) {
         const element *a = shrink_matrix(f->following, f->groups, f->piece++);
-        if (!a) continue;
+        if (!a || repeats_slot(f->groups, (f->piece - 1) / pieces_of_tile(f->following))) continue;
         begin_ranges(f, a, LORA_RANKS * f->following->num_inputs, 0, 1);
         return 1;
     }

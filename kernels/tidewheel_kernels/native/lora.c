@@ -1,7 +1,8 @@
 /* Products with adapters of low rank, read once: by inputs, then by outputs. */
 #include "lora.h"
 
-enum { SHARES = 8 /* of a thread */, PIECE_OUTPUTS = 256, SHRINKS_AHEAD = 1 /* pieces whose matrices are fetched */ };
+enum { SHARES = 8 /* of a thread */, LEAST_OUTPUTS = 256, MOST_OUTPUTS = 1024 /* of a piece */ };
+enum { SHRINKS_AHEAD = 1 /* pieces whose matrices are fetched */ };
 
 INLINE floats add_pairs(floats sum, ints a, ints x) {
 #if defined ELEMENT_FLOAT32
@@ -313,6 +314,10 @@ INLINE void expand_part(
         for (int64_t at = first; at < end; at += step) {
             element *to[LORA_FEW];
             for (int64_t r = 0; r < few; r++) to[r] = out + rows[row + r] * out_stride + at;
+            for (int64_t r = row + LORA_FEW; r < row + 2 * LORA_FEW && r < count; r++) {
+                const element *next = out + rows[r] * out_stride + at;
+                __builtin_prefetch(next, 1), __builtin_prefetch(next + PER_VECTOR, 1);
+            }
             int is_wide = end - at >= LORA_WIDE * LANES;
             step = is_wide ? LORA_WIDE * LANES : BLOCK_VECTORS * LANES;
             if (is_wide)
@@ -343,7 +348,9 @@ API void add_lora(
     element *out,                                                   /* [num_rows, num_outputs] */
     float *h, int64_t x_stride, int64_t out_stride, int32_t num_threads) {
     LoraGroups filled = filled_tiles(groups), *g = &filled;
-    int64_t num_outputs = s->ends[s->num_parts - 1], per_tile = (num_outputs + PIECE_OUTPUTS - 1) / PIECE_OUTPUTS;
+    int64_t num_outputs = s->ends[s->num_parts - 1], width = MOST_OUTPUTS;
+    while (width > LEAST_OUTPUTS && g->num_tiles * num_outputs < width * num_threads * SHARES) width /= 2;
+    int64_t per_tile = (num_outputs + width - 1) / width;
     int64_t num_shrinks = shrink_pieces(s, g), num_expands = g->num_tiles * per_tile;
     int64_t shrink_share = num_shrinks / (num_threads * SHARES) + 1, expand_share = num_expands / (num_threads * SHARES) + 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -352,7 +359,7 @@ API void add_lora(
         for (int64_t piece = 0; piece < num_shrinks; piece++) shrink_lora(s, g, x, x_stride, h, piece);
 #pragma omp for schedule(dynamic, expand_share)
         for (int64_t piece = 0; piece < num_expands; piece++) {
-            int64_t first = piece % per_tile * PIECE_OUTPUTS, end = first + PIECE_OUTPUTS;
+            int64_t first = piece % per_tile * width, end = first + width;
             expand_lora(s, g, h, out, out_stride, piece / per_tile, first, end < num_outputs ? end : num_outputs);
         }
     }

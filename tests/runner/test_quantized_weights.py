@@ -16,7 +16,7 @@ from support.runner.decode_workloads import workload
 from support.runner.graph_logits import decode_differences
 from support.runner.graphed_runner import graphed_tokens, with_model
 from support.runner.step_loop import StepLoop
-from tidewheel.config import EngineConfig
+from tidewheel.config import CacheDType, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.models.decoder import Decoder
@@ -76,9 +76,10 @@ def test_random_weights_are_rounded_too(tmp_path: Path, quantization: str) -> No
     assert logits.isfinite().all()
 
 
-def test_together_with_a_cache_of_8_bits(checkpoint: Path) -> None:
-    narrow = ModelRunner.load(dataclasses.replace(fp8_config(checkpoint), kv_cache_dtype="fp8_e4m3"))
-    tokens = StepLoop(narrow).run(to_their_limits())
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_together_with_any_cache(checkpoint: Path, kv_cache_dtype: CacheDType) -> None:
+    runner = ModelRunner.load(dataclasses.replace(fp8_config(checkpoint), kv_cache_dtype=kv_cache_dtype))
+    tokens = StepLoop(runner).run(to_their_limits())
     assert [len(of_one) for of_one in tokens] == [item.max_tokens for item in to_their_limits()]
 
 

@@ -10,6 +10,7 @@ from support.runner.recorded_graphs import NotCapturable, RecordingPool
 from tidewheel.runner import accelerator
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.attention.reference import paged_attention_reference
+from tidewheel_kernels.packed_linear import PackedWeights, packed_linear
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 12
@@ -54,6 +55,14 @@ def test_a_replay_spoils_what_other_graphs_made_but_not_what_it_reads() -> None:
 def test_what_is_made_of_composed_operations_is_looked_into() -> None:
     with torch.inference_mode(), pytest.raises(NotCapturable, match="aten::index"):
         RecordingPool().capture(lambda: torch.arange(3)[torch.arange(3) > 1])
+
+
+def test_a_native_kernel_is_refused_as_a_replay_would_not_run_it() -> None:
+    weights, x = PackedWeights(torch.randn(64, 32)), torch.randn(2, 32)
+    if weights.address is None:
+        pytest.skip("oneDNN's layout is not known here, so no native kernel multiplies")
+    with torch.inference_mode(), pytest.raises(NotCapturable, match="a kernel outside torch got an address"):
+        RecordingPool().capture(lambda: packed_linear(x, weights))
 
 
 def test_a_capture_that_stays_open_spoils_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ typedef struct {
 } ShrinkPiece;
 
 INLINE ShrinkPiece shrink_piece(const LoraStack *s, int64_t piece) {
-    int64_t per_part = (s->max_rank + LORA_RANKS - 1) / LORA_RANKS;
+    int64_t per_part = pieces_of_part(s);
     return (ShrinkPiece){piece / per_part / s->num_parts, piece / per_part % s->num_parts, piece % per_part * LORA_RANKS};
 }
 
@@ -217,21 +217,22 @@ INLINE floats load_floats(const element *from, int64_t count) {
 #endif
 }
 
+INLINE void load_outputs(const element *from, int64_t count, floats *to) { *to = load_floats(from, count); }
+
 /* Store up to LANES elements. */
-INLINE void store_floats(element *to, floats sum, int64_t count) {
+INLINE void store_outputs(element *to, const floats *sum, int64_t count) {
 #if defined ELEMENT_BFLOAT16 && defined __AVX512F__
     if (count >= LANES) {
-        __m512 total = (__m512)sum;
-        __m512i bits = _mm512_castps_si512(total);
+        __m512i bits = (__m512i)*sum;
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-        bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask(total, total, _CMP_UNORD_Q), 0x7fc0);
+        bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask((__m512)*sum, (__m512)*sum, _CMP_UNORD_Q), 0x7fc0);
         __m256i rounded = _mm512_cvtepi32_epi16(bits);
         _mm256_storeu_si256((__m256i *)to, rounded);
         return;
     }
 #endif
-    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element(sum[i]);
+    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element((*sum)[i]);
 }
 
 INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks, int64_t count, floats *to) {
@@ -242,10 +243,6 @@ INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks,
 INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
     return multiply_add(sum, (floats){0} + factor, of_b);
 }
-
-INLINE void load_outputs(const element *from, int64_t count, floats *to) { *to = load_floats(from, count); }
-
-INLINE void store_outputs(element *to, const floats *sum, int64_t count) { store_floats(to, *sum, count); }
 #endif
 
 /* Add b @ (a @ x) to up to `left` outputs of few rows. */
@@ -314,6 +311,7 @@ INLINE void expand_part(
         for (int64_t at = first; at < end; at += step) {
             element *to[LORA_FEW];
             for (int64_t r = 0; r < few; r++) to[r] = out + rows[row + r] * out_stride + at;
+            /* Meanwhile, outputs of the next rows come to the first cache. */
             for (int64_t r = row + LORA_FEW; r < row + 2 * LORA_FEW && r < count; r++) {
                 const element *next = out + rows[r] * out_stride + at;
                 __builtin_prefetch(next, 1), __builtin_prefetch(next + PER_VECTOR, 1);
@@ -349,6 +347,7 @@ API void add_lora(
     float *h, int64_t x_stride, int64_t out_stride, int32_t num_threads) {
     LoraGroups filled = filled_tiles(groups), *g = &filled;
     int64_t num_outputs = s->ends[s->num_parts - 1], width = MOST_OUTPUTS;
+    /* Wide pieces read rows in order; narrower ones give every thread enough of them. */
     while (width > LEAST_OUTPUTS && g->num_tiles * num_outputs < width * num_threads * SHARES) width /= 2;
     int64_t per_tile = (num_outputs + width - 1) / width;
     int64_t num_shrinks = shrink_pieces(s, g), num_expands = g->num_tiles * per_tile;

@@ -54,9 +54,9 @@ INLINE const LoraPart *parts_of_tile(const LoraStack *s, const LoraGroups *g, in
 INLINE int repeats_slot(const LoraGroups *g, int64_t tile) { return tile > 0 && g->slots[tile] == g->slots[tile - 1]; }
 
 /* Products of up to LORA_RANKS ranks are a piece of work. */
-INLINE int64_t pieces_of_tile(const LoraStack *s) {
-    return s->num_parts * ((s->max_rank + LORA_RANKS - 1) / LORA_RANKS);
-}
+INLINE int64_t pieces_of_part(const LoraStack *s) { return (s->max_rank + LORA_RANKS - 1) / LORA_RANKS; }
+
+INLINE int64_t pieces_of_tile(const LoraStack *s) { return s->num_parts * pieces_of_part(s); }
 
 INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) { return g->num_tiles * pieces_of_tile(s); }
 

@@ -23,7 +23,8 @@ INLINE void begin_ranges(LoraFetches *f, const element *first, int64_t num_eleme
     f->stride = stride * sizeof(element), f->num_more = count - 1;
 }
 
-/* Start on the next matrix: b of each tile of rows, then a of the next product. Return 0 when none is left. */
+/* Start on the next matrix: b of each adapter's first tile of rows, then a of the next product. Return 0 when none is
+   left. */
 static __attribute__((noinline)) int next_matrix(LoraFetches *f) {
     while (f->stack && f->row_tile < f->groups->num_tiles) {
         int64_t row_tile = f->row_tile++;
@@ -35,8 +36,9 @@ static __attribute__((noinline)) int next_matrix(LoraFetches *f) {
         return 1;
     }
     while (f->piece < f->last_piece) {
-        const element *a = shrink_matrix(f->following, f->groups, f->piece++);
-        if (!a || repeats_slot(f->groups, (f->piece - 1) / pieces_of_tile(f->following))) continue;
+        int64_t piece = f->piece++;
+        const element *a = shrink_matrix(f->following, f->groups, piece);
+        if (!a || repeats_slot(f->groups, piece / pieces_of_tile(f->following))) continue;
         begin_ranges(f, a, LORA_RANKS * f->following->num_inputs, 0, 1);
         return 1;
     }

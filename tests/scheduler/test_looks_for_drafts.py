@@ -56,7 +56,8 @@ class Steps:
 def test_looks_become_seldom_while_no_proposal_is_right_and_frequent_when_one_is() -> None:
     steps = Steps()
     wrong, right = np.full((100, 2), 1, np.int32), np.full((100, 2), (1, 7), np.int32)
-    assert steps.run(wrong) < PATIENCE * (MOST_HALVINGS + 1)
+    num_left = 100 - PATIENCE * ((1 << MOST_HALVINGS) - 1)  # steps with the fewest looks
+    assert steps.run(wrong) == PATIENCE * MOST_HALVINGS + (num_left >> MOST_HALVINGS)
     assert steps.run(wrong) <= 1 + (100 >> MOST_HALVINGS)
     assert steps.run(right) > 100 - (1 << MOST_HALVINGS)
 

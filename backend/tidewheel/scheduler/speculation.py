@@ -285,9 +285,12 @@ class Speculation:
         self._had_drafts = True
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
-        """Learn the seconds of the step that was observed last, if it had decodes alone and rows were looked at."""
+        """Learn the seconds of the step that was observed last, if it had decodes alone.
+
+        Without drafts, a wait or proposals it tells nothing that is needed.
+        """
         has_drafts, num_entries = len(batch.draft_tokens) > 0, len(batch.rows)
-        if batch.num_decodes != num_entries or (self._unseen and not (has_drafts or has_waited)):
+        if batch.num_decodes != num_entries or not (has_drafts or has_waited or self.has_proposals):
             return
         step = DecodeStep(num_entries, has_waited=has_waited)
         if has_drafts:

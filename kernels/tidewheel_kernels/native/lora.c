@@ -272,57 +272,54 @@ INLINE void expand_few(
             store_outputs(out[r] + c * LANES, &sum[r][c], left - c * LANES);
 }
 
-static void expand_vectors(
-    const element *b, int64_t num_outputs, int64_t rank, const Factor *factors, int64_t stride,
-    element *const out[LORA_FEW], int64_t num_rows) {
-    int64_t left = LORA_WIDE * LANES;
-    switch (num_rows) {
-        case 1: expand_few(b, num_outputs, rank, factors, stride, out, left, 1, LORA_WIDE); break;
-        case 2: expand_few(b, num_outputs, rank, factors, stride, out, left, 2, LORA_WIDE); break;
-#if defined __AVX512F__
-        case 3: expand_few(b, num_outputs, rank, factors, stride, out, left, 3, LORA_WIDE); break;
-        case 4: expand_few(b, num_outputs, rank, factors, stride, out, left, 4, LORA_WIDE); break;
-#endif
+/* Add them to outputs [first, end) of few rows. Meanwhile, those of the next rows come to the first cache. */
+INLINE void expand_range(
+    const LoraPart *p, int64_t num_outputs, const Factor *factors, int64_t stride, element *const rows[LORA_FEW],
+    element *const next[LORA_FEW], int64_t first, int64_t end, const int num_rows) {
+    const element *b = p->b;
+    int64_t rank = p->rank, at = first;
+    element *out[LORA_FEW];
+    for (; at + LORA_WIDE * LANES <= end; at += LORA_WIDE * LANES) {
+#pragma GCC unroll 4
+        for (int r = 0; r < num_rows; r++) {
+            out[r] = rows[r] + at;
+            __builtin_prefetch(next[r] + at, 1), __builtin_prefetch(next[r] + at + PER_VECTOR, 1);
+        }
+        expand_few(b + at, num_outputs, rank, factors, stride, out, LORA_WIDE * LANES, num_rows, LORA_WIDE);
+    }
+    for (; at < end; at += BLOCK_VECTORS * LANES) {
+        for (int r = 0; r < num_rows; r++) out[r] = rows[r] + at;
+        expand_few(b + at, num_outputs, rank, factors, stride, out, end - at, num_rows, BLOCK_VECTORS);
     }
 }
 
-static void expand_block(
-    const element *b, int64_t num_outputs, int64_t rank, const Factor *factors, int64_t stride,
-    element *const out[LORA_FEW], int64_t left, int64_t num_rows) {
-    left = left < BLOCK_VECTORS * LANES ? left : BLOCK_VECTORS * LANES;
+static void expand_rows(
+    const LoraPart *p, int64_t num_outputs, const Factor *factors, int64_t stride, element *const rows[LORA_FEW],
+    element *const next[LORA_FEW], int64_t first, int64_t end, int64_t num_rows) {
     switch (num_rows) {
-        case 1: expand_few(b, num_outputs, rank, factors, stride, out, left, 1, BLOCK_VECTORS); break;
-        case 2: expand_few(b, num_outputs, rank, factors, stride, out, left, 2, BLOCK_VECTORS); break;
+        case 1: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 1); break;
+        case 2: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 2); break;
 #if defined __AVX512F__
-        case 3: expand_few(b, num_outputs, rank, factors, stride, out, left, 3, BLOCK_VECTORS); break;
-        case 4: expand_few(b, num_outputs, rank, factors, stride, out, left, 4, BLOCK_VECTORS); break;
+        case 3: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 3); break;
+        case 4: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 4); break;
 #endif
     }
 }
 
 INLINE void expand_part(
-    LoraPart p, int64_t num_outputs, const float *h, int64_t h_stride, const int32_t *rows, int64_t count,
+    const LoraPart *p, int64_t num_outputs, const float *h, int64_t h_stride, const int32_t *rows, int64_t count,
     element *out, int64_t out_stride, int64_t first, int64_t end) {
-    int64_t stride = p.rank + LANES; /* room for the last store, of a whole vector */
+    int64_t stride = p->rank + LANES; /* room for the last store, of a whole vector */
     Factor factors[LORA_FEW * stride];
     for (int64_t row = 0; row < count; row += LORA_FEW) {
-        int64_t few = count - row < LORA_FEW ? count - row : LORA_FEW, step;
-        for (int64_t r = 0; r < few; r++) load_factors(h + (row + r) * h_stride, p.rank, factors + r * stride);
-        for (int64_t at = first; at < end; at += step) {
-            element *to[LORA_FEW];
-            for (int64_t r = 0; r < few; r++) to[r] = out + rows[row + r] * out_stride + at;
-            /* Meanwhile, outputs of the next rows come to the first cache. */
-            for (int64_t r = row + LORA_FEW; r < row + 2 * LORA_FEW && r < count; r++) {
-                const element *next = out + rows[r] * out_stride + at;
-                __builtin_prefetch(next, 1), __builtin_prefetch(next + PER_VECTOR, 1);
-            }
-            int is_wide = end - at >= LORA_WIDE * LANES;
-            step = is_wide ? LORA_WIDE * LANES : BLOCK_VECTORS * LANES;
-            if (is_wide)
-                expand_vectors(p.b + at, num_outputs, p.rank, factors, stride, to, few);
-            else
-                expand_block(p.b + at, num_outputs, p.rank, factors, stride, to, end - at, few);
+        int64_t few = count - row < LORA_FEW ? count - row : LORA_FEW;
+        element *of_row[LORA_FEW], *of_next[LORA_FEW];
+        for (int64_t r = 0; r < few; r++) {
+            load_factors(h + (row + r) * h_stride, p->rank, factors + r * stride);
+            of_row[r] = out + rows[row + r] * out_stride;
+            of_next[r] = row + LORA_FEW + r < count ? out + rows[row + LORA_FEW + r] * out_stride : of_row[r];
         }
+        expand_rows(p, num_outputs, factors, stride, of_row, of_next, first, end, few);
     }
 }
 
@@ -336,7 +333,7 @@ void expand_lora(
         int64_t from = first > begin ? first : begin, to = end < s->ends[part] ? end : s->ends[part];
         if (parts[part].rank && from < to)
             expand_part(
-                parts[part], s->ends[part] - begin, h + part * s->max_rank, lora_width(s), g->rows + tile * LORA_TILE,
+                parts + part, s->ends[part] - begin, h + part * s->max_rank, lora_width(s), g->rows + tile * LORA_TILE,
                 rows_of_tile(g, tile), out + begin, out_stride, from - begin, to - begin);
     }
 }

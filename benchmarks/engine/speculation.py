@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from tidewheel.sampling import SamplingParams
 
 OFF, ON = "none", "prompt_lookup"
 GOALS = {"repeats": 1.5, "varies": 0.97}  # of the rate without drafts, at one stream and at any number
+LEAST_ANSWERS = 8  # of a round: where one takes half a second, a pause of the machine would count
 LIMIT_S = 300.0
 
 
@@ -45,6 +47,11 @@ class Run(NamedTuple):
     @property
     def rate(self) -> float:
         return self.num_tokens / self.seconds
+
+    @classmethod
+    def joined(cls, runs: Sequence[Run]) -> Run:
+        num_tokens, seconds, answers = zip(*runs, strict=True)
+        return cls(sum(num_tokens), sum(seconds), list(itertools.chain.from_iterable(answers)))
 
 
 class Mode:
@@ -111,12 +118,19 @@ def _run(results: Sequence[Any], began: float) -> Run:
 
 
 def compare(
-    make: Callable[[Mode], Callable[[], Run]], modes: Mapping[str, Mode], rounds: int, engine: LLM
+    make: Callable[[Mode], Callable[[], Run]], num_answers: int, modes: Mapping[str, Mode], rounds: int, engine: LLM
 ) -> dict[str, Any]:
-    """Run both modes in turns. Return rates, the median of the ratios by round, drafts and equal answers."""
-    before = engine.stats()
-    runs = in_turns({name: make(mode) for name, mode in modes.items()}, rounds)
+    """Run both modes in turns of `num_answers`. Return rates, the median of ratios, drafts and equal answers.
+
+    The ratios are of rounds, in each of which a mode gives at least `LEAST_ANSWERS`.
+    """
+    before, turns = engine.stats(), math.ceil(LEAST_ANSWERS / num_answers)
+    of_turns = in_turns({name: make(mode) for name, mode in modes.items()}, rounds * turns)
     after = engine.stats()
+    runs = {
+        name: [Run.joined(of_mode[first : first + turns]) for first in range(0, len(of_mode), turns)]
+        for name, of_mode in of_turns.items()
+    }
     ratios = [ours.rate / base.rate for ours, base in zip(runs[ON], runs[OFF], strict=True)]
     pairs = [
         pair
@@ -192,7 +206,7 @@ def by_streams(
         lines = []
         for streams in options.streams:
             make = lambda mode, n=streams, t=texts, v=varies: at_once(mode, t, n, options.tokens, varies=v)  # noqa: E731
-            lines.append({"text": name, "streams": streams, **compare(make, modes, options.rounds, engine)})
+            lines.append({"text": name, "streams": streams, **compare(make, streams, modes, options.rounds, engine)})
             show([lines[-1]])
         yield name, lines
 
@@ -222,7 +236,9 @@ def main() -> None:
         lines = []
         for kind, texts in REPEATING.items():
             make = lambda mode, t=texts: one_by_one(mode, t, options.tokens)  # noqa: E731
-            lines.append({"text": kind, **compare(make, modes, options.rounds, engine), "goal": GOALS["repeats"]})
+            lines.append(
+                {"text": kind, **compare(make, len(texts), modes, options.rounds, engine), "goal": GOALS["repeats"]}
+            )
             show([lines[-1]])
         result["one_stream"] = lines
         result["by_streams"] = dict(by_streams(modes, engine, options))

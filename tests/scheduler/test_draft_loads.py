@@ -12,7 +12,7 @@ import pytest
 
 from support.long_runs import examples
 from support.scheduler.draft_loads import compare
-from tidewheel.batch import NO_DRAFT, BoolArray, Int32Array, RowArray, SampledTokens, ScheduledBatch, accepted
+from tidewheel.batch import NO_DRAFT, BoolArray, Int32Array, RowArray, SampledTokens, accepted
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler import scheduler
@@ -96,10 +96,11 @@ def one_token_too_few(patch: pytest.MonkeyPatch) -> None:
 
 
 def accepted_after_a_stop(patch: pytest.MonkeyPatch) -> None:
-    def following(columns: Any, batch: Any, drafts: Int32Array, sampled: SampledTokens) -> BoolArray:
-        return accepted(drafts, sampled.token_ids)
+    def follow(drafts: Int32Array, token_ids: Int32Array) -> BoolArray:
+        is_stop = token_ids == SampledTokens.NOT_SAMPLED
+        return accepted(drafts, np.where(is_stop, np.append(drafts[1:], NO_DRAFT), token_ids))
 
-    patch.setattr(scheduler, "_following", following)
+    patch.setattr(scheduler, "accepted", follow)
 
 
 def rejected_block_kept(patch: pytest.MonkeyPatch) -> None:
@@ -223,26 +224,24 @@ def log_probabilities_of_neighbours(patch: pytest.MonkeyPatch) -> None:
 def not_finite_before_the_tokens(patch: pytest.MonkeyPatch) -> None:
     """End a request without the tokens of the step that precede the logits that are not finite."""
 
-    def following(columns: Any, batch: ScheduledBatch, drafts: Int32Array, sampled: SampledTokens) -> BoolArray:
-        follows: BoolArray = real(columns, batch, drafts, sampled)
-        fails = follows & (sampled.token_ids == SampledTokens.NOT_FINITE)
-        return follows & (fails | ~np.isin(batch.rows, batch.rows[fails]))
+    def follow(drafts: Int32Array, token_ids: Int32Array) -> BoolArray:
+        follows, rows = accepted(drafts, token_ids), np.cumsum(drafts == NO_DRAFT)
+        fails = follows & (token_ids == SampledTokens.NOT_FINITE)
+        return follows & (fails | ~np.isin(rows, rows[fails]))
 
-    real = scheduler._following
-    patch.setattr(scheduler, "_following", following)
+    patch.setattr(scheduler, "accepted", follow)
 
 
 def not_finite_after_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
     """End a request for logits that no plain decode computes."""
 
-    def following(columns: Any, batch: ScheduledBatch, drafts: Int32Array, sampled: SampledTokens) -> BoolArray:
-        follows: BoolArray = real(columns, batch, drafts, sampled)
-        fails = (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0]
-        follows[fails[np.unique(batch.rows[fails], return_index=True)[1]]] = True
+    def follow(drafts: Int32Array, token_ids: Int32Array) -> BoolArray:
+        follows, rows = accepted(drafts, token_ids), np.cumsum(drafts == NO_DRAFT)
+        fails = (token_ids == SampledTokens.NOT_FINITE).nonzero()[0]
+        follows[fails[np.unique(rows[fails], return_index=True)[1]]] = True
         return follows
 
-    real = scheduler._following
-    patch.setattr(scheduler, "_following", following)
+    patch.setattr(scheduler, "accepted", follow)
 
 
 DEFECTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (

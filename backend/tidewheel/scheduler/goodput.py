@@ -42,7 +42,7 @@ _MOST_OFF = 1.25  # factor from a step's estimate to the seconds that its rows p
 _TRIAL_PERIOD = 32  # steps without drafts before a trial
 _MOST_PERIOD = 512  # the same after trials in vain, each of which doubles it
 _TRIAL_RATIO = 1.05  # most seconds of a trial by those of the smallest
-_FEW_SIZES = 64  # that are compared before all are
+_FEW_SIZES = 64  # that are compared before more are
 
 PATIENCE = 3  # looks in vain, after which rows are looked at half as often
 MOST_HALVINGS, MOST_WITH_TRIALS = 4, 2  # the second where drafts take time: trials are counted in looks
@@ -223,10 +223,12 @@ class Goodput:
         num_rows, most, best = len(rows), min(int(counts.sum()), budget), np.zeros(len(rows), np.int32)
         least = (1.0 + MARGIN) * num_rows  # tokens in the seconds of a step without drafts
         rates = self.rates.rates(rows, kinds) * (counts > 0)
-        stride = 1 + most // _FEW_SIZES
-        numbers = self._numbers[:most:stride]
-        if (num_rows + rates.max() * (numbers + (stride - 1)) < least * self.cost.ratios(num_rows, numbers, 1)).all():
-            return best
+        if most > _FEW_SIZES:
+            stride = most // _FEW_SIZES
+            numbers = self._numbers[:most:stride]
+            bounds = num_rows + rates.max() * (numbers + (stride - 1))
+            if (bounds < least * self.cost.ratios(num_rows, numbers, 1)).all():
+                return best
         classes = self._classes.take(rows)
         for lowest in set(classes[rates > _LEAST_RATE].tolist()):  # mostly one; a larger number is a lower class
             chosen, tokens = self._best_of(rows, np.where(classes <= lowest, rates, 0.0), counts, budget, lowest)
@@ -250,7 +252,7 @@ class Goodput:
         most_drafts = np.maximum.accumulate(depths.take(order % len(depths)))
         ratios = self.cost.ratios(num_rows, self._numbers[: len(order)], most_drafts)
         tokens = (num_rows + probabilities.cumsum()) / ratios
-        while tokens[last := int(tokens.argmax())] > num_rows:
+        while len(tokens) and tokens[last := int(tokens.argmax())] > num_rows:
             chosen = indices[: last + 1]
             most = self._most_ratio(rows, lowest, np.bincount(chosen, probabilities[: last + 1], num_rows))
             if ratios[last] <= most:

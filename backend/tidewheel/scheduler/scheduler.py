@@ -246,7 +246,11 @@ def _commit_step(
 ) -> StepOutputs:
     columns, speculation = state.columns, state.speculation
     drafts = batch.draft_tokens if sampled.draft_tokens is None else sampled.draft_tokens
-    follows = _following(columns, batch, drafts, sampled) if step.has_drafts else np.ones(len(step.rows), np.bool_)
+    num_tokens = batch.start_positions + batch.num_scheduled_tokens + 1
+    stops = _are_stops(columns, step.rows, sampled.token_ids, num_tokens)
+    follows = np.ones(len(step.rows), np.bool_)
+    if step.has_drafts:
+        follows = accepted(drafts, np.where(stops, SampledTokens.NOT_SAMPLED, sampled.token_ids))
     live = follows & (columns.epochs.take(step.rows) == step.epochs)
     fails = live & (sampled.token_ids == SampledTokens.NOT_FINITE)
     live &= ~fails
@@ -261,7 +265,7 @@ def _commit_step(
         state.kv.commit(row, columns.request(row), num_computed_tokens)
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
-    num_tokens = (batch.start_positions + batch.num_scheduled_tokens + 1)[sampling]
+    num_tokens, stops = num_tokens[sampling], stops[sampling]
     requests = columns.append_tokens(rows, tokens, num_tokens, now)
     if step.has_drafts:
         state.settle_drafts(rows)
@@ -272,7 +276,6 @@ def _commit_step(
         speculation.observe(rows, tokens)
     _charge_tenants(state, rows)
     ended = _fail_not_finite(state, step.rows[fails], now)
-    stops = _are_stops(columns, rows, tokens, num_tokens)
     for index in (stops | (num_tokens >= columns.max_num_tokens.take(rows))).nonzero()[0].tolist():
         request = requests[index]
         request.stop_reason = int(tokens[index]) if stops[index] else None
@@ -300,12 +303,6 @@ def _charge_tenants(state: SchedulerState, rows: RowArray) -> None:
         num_tokens = np.bincount(state.columns.tenant_ids.take(rows))
         for tenant_id in num_tokens.nonzero()[0].tolist():
             state.virtual_counters.charge(state.columns.tenant_names[tenant_id], 0, int(num_tokens[tenant_id]))
-
-
-def _following(columns: RowColumns, batch: ScheduledBatch, drafts: Int32Array, sampled: SampledTokens) -> BoolArray:
-    """Return which entries count [n]: those whose drafts are accepted and that follow no stop token."""
-    stops = _are_stops(columns, batch.rows.astype(np.intp), sampled.token_ids, batch.start_positions + 2)
-    return accepted(drafts, np.where(stops, SampledTokens.NOT_SAMPLED, sampled.token_ids))
 
 
 def _fail_not_finite(state: SchedulerState, rows: RowArray, now: float) -> list[Request]:

@@ -35,7 +35,7 @@ from tidewheel.sampling import SamplingParams
 
 OFF, ON = "none", "prompt_lookup"
 GOALS = {"repeats": 1.5, "varies": 0.97}  # of the rate without drafts, at one stream and at any number
-LEAST_ANSWERS = 8  # of a round: where one takes half a second, a pause of the machine would count
+LEAST_ANSWERS = 8  # of a mode in a round: one alone takes half a second, which a pause of the machine can double
 LIMIT_S = 300.0
 
 

@@ -248,7 +248,7 @@ def _commit_step(
     drafts = batch.draft_tokens if sampled.draft_tokens is None else sampled.draft_tokens
     num_tokens = batch.start_positions + batch.num_scheduled_tokens + 1
     stops = _are_stops(columns, step.rows, sampled.token_ids, num_tokens)
-    follows = np.ones(len(step.rows), np.bool_)
+    follows = np.ones(len(step.rows), np.bool_)  # whether the drafts so far are right, and no stop tokens
     if step.has_drafts:
         follows = accepted(drafts, np.where(stops, SampledTokens.NOT_SAMPLED, sampled.token_ids))
     live = follows & (columns.epochs.take(step.rows) == step.epochs)

@@ -285,7 +285,7 @@ class Speculation:
         self._had_drafts = True
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
-        """Learn the seconds of the last observed step, if it had decodes alone, and drafts are in question."""
+        """Learn the seconds of the last observed step of decodes, if it had drafts, a wait or proposals after it."""
         has_drafts, num_entries = len(batch.draft_tokens) > 0, len(batch.rows)
         if batch.num_decodes != num_entries or not (has_drafts or has_waited or self.has_proposals):
             return

@@ -11,7 +11,6 @@
 #include "team.h"
 
 enum { STAGES = 14 /* 4 with adapters alone, 1 with rows of one sequence */, SEGMENT = 512 /* activations of a piece of work; whole groups */ };
-enum { READ_ROWS = 32 /* of an adapter, for which its matrices are read in time without fetches */ };
 
 typedef struct {
     const Matrix *grouped; /* or NULL, with `blocked` */
@@ -57,7 +56,6 @@ typedef struct {
     float *lora_products;                /* as of `shrink_lora` */
     int64_t num_rows, table_stride, block_size, scales_at, k_block_stride, v_block_stride;
     int32_t num_threads;
-    int32_t fetches_lora; /* whether matrices of adapters are fetched while their base is multiplied */
 } Step;
 
 typedef void Job(const Step *s, int64_t layer, int64_t piece);
@@ -110,9 +108,10 @@ static __attribute__((noinline)) void multiply_tile_of(
             multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 4);
     } else {
         LoraFetches ahead;
-        if (s->fetches_lora) ahead = fetches_of(s, layer, linear, tile);
+        int has_fetches = s->lora_groups && s->num_rows > FEW && fetches_pay(s->lora_groups, s->num_rows);
+        if (has_fetches) ahead = fetches_of(s, layer, linear, tile);
         blocked_outputs(
-            l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile, s->fetches_lora ? &ahead.fetches : NULL);
+            l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile, has_fetches ? &ahead.fetches : NULL);
     }
     const LoraStack *stack = stack_of(s, layer, linear);
     if (stack) add_adapters(s, stack, l, out, tile);
@@ -287,11 +286,9 @@ static void run_layers(const Step *s, Stage *stages, int stores_first) {
 API void decode_layers(const Step *given) {
     Step filled = *given, *step = &filled;
     LoraGroups groups;
-    filled.fetches_lora = 0;
     if (given->lora_groups) {
         groups = filled_tiles(given->lora_groups);
         filled.lora_groups = &groups;
-        filled.fetches_lora = step->num_rows > FEW && step->num_rows < READ_ROWS * num_adapters(&groups);
     }
     int stores_first = has_successive_tokens(step);
     Stage stages[step->model->num_layers * STAGES];

@@ -53,12 +53,6 @@ INLINE const LoraPart *parts_of_tile(const LoraStack *s, const LoraGroups *g, in
 /* Return whether a tile's rows have the adapter of the tile before it. */
 INLINE int repeats_slot(const LoraGroups *g, int64_t tile) { return tile > 0 && g->slots[tile] == g->slots[tile - 1]; }
 
-INLINE int64_t num_adapters(const LoraGroups *g) {
-    int64_t count = 0;
-    for (int64_t tile = 0; tile < g->num_tiles; tile++) count += !repeats_slot(g, tile);
-    return count;
-}
-
 /* Products of up to LORA_RANKS ranks are a piece of work. */
 INLINE int64_t pieces_of_part(const LoraStack *s) { return (s->max_rank + LORA_RANKS - 1) / LORA_RANKS; }
 

@@ -18,6 +18,15 @@ typedef struct {
     int64_t num_lines;                     /* that a call fetches */
 } LoraFetches;
 
+enum { SHARING_ROWS = 32 };
+
+/* Return whether fetches save more time than they take: not where SHARING_ROWS rows of a step come to an adapter. */
+INLINE int fetches_pay(const LoraGroups *g, int64_t num_rows) {
+    int64_t num_adapters = 0;
+    for (int64_t tile = 0; tile < g->num_tiles; tile++) num_adapters += !repeats_slot(g, tile);
+    return num_rows < SHARING_ROWS * num_adapters;
+}
+
 INLINE void begin_ranges(LoraFetches *f, const element *first, int64_t num_elements, int64_t stride, int64_t count) {
     f->at = (const char *)first, f->length = num_elements * sizeof(element), f->end = f->at + f->length;
     f->stride = stride * sizeof(element), f->num_more = count - 1;

@@ -3,17 +3,8 @@
 
 #include "lanes.h"
 
-/* Vectors of 64 bytes with AVX-512, else of 32: compilers keep halves of wider ones in memory. */
-#if defined __AVX512F__
-enum { WIDTH = LANES };
-#else
-enum { WIDTH = LANES / 2 };
-#endif
-typedef int32_t lanes __attribute__((vector_size(4 * WIDTH), aligned(4)));
-typedef float sums __attribute__((vector_size(4 * WIDTH), aligned(4)));
-
 /* A 32-bit lane holds PAIR successive inputs of its output. A tile has WIDE vectors of outputs. */
-enum { PAIR = sizeof(int32_t) / sizeof(element), WIDE_OUTPUTS = 4 * LANES, WIDE = WIDE_OUTPUTS / WIDTH };
+enum { PAIR = sizeof(int32_t) / sizeof(element), WIDE_OUTPUTS = 64, WIDE = WIDE_OUTPUTS / LANES };
 
 /* Sums of at most FEW rows by vectors_per_pass(rows) vectors fit in registers. */
 #if defined __AVX512F__
@@ -62,27 +53,17 @@ typedef struct {
     int64_t num_outputs, num_inputs, padded_inputs, block;
 } BlockedMatrix;
 
-INLINE sums add_product(sums sum, sums a, float b) {
-#if defined __AVX512F__
-    return multiply_add(sum, a, (sums){0} + b);
-#elif defined __FMA__
-    return (sums)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)sum);
-#else
-    return sum + a * b;
-#endif
-}
-
 /* Add the products of each lane with PAIR inputs at `x`. */
-INLINE sums add_products(sums sum, lanes weights, const element *x) {
+INLINE floats add_products(floats sum, ints weights, const element *x) {
 #if defined ELEMENT_FLOAT32
-    return add_product(sum, (sums)weights, *x);
+    return multiply_add(sum, (floats)weights, (floats){0} + *x);
 #elif defined __AVX512BF16__
     int32_t inputs;
     memcpy(&inputs, x, sizeof inputs);
-    return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(inputs));
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(inputs));
 #else
-    sum = add_product(sum, (sums)(weights << 16), load(x[0]));
-    return add_product(sum, (sums)(weights & (int32_t)0xffff0000), load(x[1]));
+    sum = multiply_add(sum, (floats)(weights << 16), (floats){0} + load(x[0]));
+    return multiply_add(sum, (floats)(weights & (int32_t)0xffff0000), (floats){0} + load(x[1]));
 #endif
 }
 
@@ -99,15 +80,15 @@ typedef struct {
 INLINE void multiply_few(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, Part part, float *total,
     const int num_rows, const int num_vectors, const int shares_fetches) {
-    sums sum[FEW][WIDE];
+    floats sum[FEW][WIDE];
     UNROLLED for (int r = 0; r < num_rows; r++)
         UNROLLED for (int c = 0; c < num_vectors; c++)
-            sum[r][c] = *(const sums *)(total + r * WIDE_OUTPUTS + c * WIDTH);
+            sum[r][c] = *(const floats *)(total + r * WIDE_OUTPUTS + c * LANES);
     weights += part.first * w->block;
     int64_t next_fetch = part.first + part.pass * PAIR;
     for (int64_t k = part.first; k < part.end; k += PAIR, weights += w->block * PAIR) {
-        lanes of_weights[WIDE];
-        UNROLLED for (int c = 0; c < num_vectors; c++) of_weights[c] = *(const lanes *)(weights + c * WIDTH * PAIR);
+        ints of_weights[WIDE];
+        UNROLLED for (int c = 0; c < num_vectors; c++) of_weights[c] = *(const ints *)(weights + c * LANES * PAIR);
         if (!shares_fetches && part.pass == 0)
             for (int line = 0; line < LINES_PER_STEP; line++) fetch_ahead(weights + line * LINE_ELEMENTS, num_rows);
         if (shares_fetches && k == next_fetch) {
@@ -120,7 +101,7 @@ INLINE void multiply_few(
                 sum[r][c] = add_products(sum[r][c], of_weights[c], x + r * x_stride + k);
     }
     UNROLLED for (int r = 0; r < num_rows; r++)
-        UNROLLED for (int c = 0; c < num_vectors; c++) *(sums *)(total + r * WIDE_OUTPUTS + c * WIDTH) = sum[r][c];
+        UNROLLED for (int c = 0; c < num_vectors; c++) *(floats *)(total + r * WIDE_OUTPUTS + c * LANES) = sum[r][c];
 }
 
 #define PASS_OF(rows, vectors) \
@@ -173,7 +154,7 @@ INLINE void multiply_block(
             for (int64_t v = 0; v < num_vectors; v += p.num_vectors, part.pass++) {
                 if (fetches) fetches->fetch_some(fetches);
                 multiply_any_few(
-                    w, weights + v * WIDTH * PAIR, x + row * x_stride, x_stride, part, total[row] + v * WIDTH,
+                    w, weights + v * LANES * PAIR, x + row * x_stride, x_stride, part, total[row] + v * LANES,
                     least(num_rows - row, p.num_rows), least(num_vectors - v, p.num_vectors));
             }
     }
@@ -204,7 +185,7 @@ INLINE void blocked_outputs(
     for (int64_t row = 0; row < num_rows && left > 0; row += MOST_ROWS) {
         int64_t count = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         float total[MOST_ROWS][WIDE_OUTPUTS];
-        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, ceil_div(left, WIDTH), fetches);
+        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, ceil_div(left, LANES), fetches);
         for (int64_t r = 0; r < count; r++)
             for (int64_t i = 0; i < left; i++)
                 out[(row + r) * w->num_outputs + first + i] =

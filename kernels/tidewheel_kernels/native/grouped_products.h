@@ -4,7 +4,7 @@
 
 #include "lanes.h"
 
-/* OUTPUTS outputs lie side by side, in the 32-bit lanes of two vectors; a lane holds PER_LANE bytes of inputs. */
+/* OUTPUTS outputs lie side by side, in 32-bit lanes; a lane holds PER_LANE bytes of inputs. */
 enum { GROUP = 32, OUTPUTS = 32, PER_LANE = 4, STEPS = GROUP / PER_LANE };
 enum { STEP_BYTES = OUTPUTS * PER_LANE };
 
@@ -15,7 +15,7 @@ typedef uint8_t bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1)));
 #if defined __AVX512F__
 enum { TILE_ROWS = 6, TILE_VECTORS = 2 };
 #else
-enum { TILE_ROWS = 2, TILE_VECTORS = 1 };
+enum { TILE_ROWS = 4, TILE_VECTORS = 2 };
 #endif
 enum { TILE_OUTPUTS = TILE_VECTORS * LANES, SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
 
@@ -44,6 +44,8 @@ typedef struct {
 INLINE floats load_halves(const uint16_t *from) {
 #if defined __AVX512F__
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined __F16C__
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 #else
     /* Without a factor of 2^112, which the compiler may multiply sums by first: they became infinite. */
     ints halves = __builtin_convertvector(*(const halves_t *)from, ints), small = (halves & 0x7c00) == 0; /* finite */
@@ -60,14 +62,6 @@ INLINE ints add_small(ints sum, bytes codes, ints inputs) {
 #elif defined __AVX512BW__
     __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)inputs);
     return sum + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#elif defined __AVX2__
-    union { bytes all; __m256i half[2]; } of = {codes};
-    union { ints all; __m256i half[2]; } added, four = {inputs};
-    for (int i = 0; i < 2; i++) {
-        __m256i pairs = _mm256_maddubs_epi16(of.half[i], four.half[i]);
-        added.half[i] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
-    return sum + added.all;
 #else
     int8_t four[VECTOR_BYTES];
     memcpy(four, &inputs, sizeof four);
@@ -93,6 +87,38 @@ INLINE ints broadcast(const int8_t *four) {
 }
 
 /* Write the products of one group of inputs and codes. */
+#if defined __AVX2__ && !defined __AVX512F__
+/* The products of four bits with all inputs of a group fit into 16 bits, two a lane. */
+_Static_assert(GROUP / 2 * 15 * LARGEST <= INT16_MAX, "sums of a group");
+
+INLINE void multiply_group(
+    const uint8_t *codes, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS], const int num_rows,
+    const int num_vectors, const int bits) {
+    const __m256i low_bits = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
+    __m256i low[TILE_ROWS][TILE_VECTORS] = {0}, high[TILE_ROWS][TILE_VECTORS] = {0};
+    for (int s = 0; s < STEPS * bits / 8; s++, codes += STEP_BYTES)
+        for (int c = 0; c < num_vectors; c++) {
+            const __m256i of = _mm256_loadu_si256((const __m256i *)(codes + c * VECTOR_BYTES));
+            const __m256i of_low = _mm256_and_si256(of, low_bits);
+            const __m256i of_high = _mm256_and_si256(_mm256_srli_epi16(of, 4), low_bits);
+            for (int r = 0; r < num_rows; r++) {
+                const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
+                const __m256i inputs = (__m256i)broadcast(from);
+                low[r][c] = _mm256_add_epi16(low[r][c], _mm256_maddubs_epi16(of_low, inputs));
+                if (bits == 8)
+                    high[r][c] = _mm256_add_epi16(high[r][c], _mm256_maddubs_epi16(of_high, inputs));
+                else
+                    low[r][c] = _mm256_add_epi16(
+                        low[r][c], _mm256_maddubs_epi16(of_high, (__m256i)broadcast(from + PER_LANE)));
+            }
+        }
+    for (int r = 0; r < num_rows; r++)
+        for (int c = 0; c < num_vectors; c++) {
+            sum[r][c] = x.starts[r * x.num_groups + group] + (ints)_mm256_madd_epi16(low[r][c], one);
+            if (bits == 8) sum[r][c] += (ints)_mm256_madd_epi16(high[r][c], sixteen);
+        }
+}
+#else
 INLINE void multiply_group(
     const uint8_t *codes, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS], const int num_rows,
     const int num_vectors, const int bits) {
@@ -114,6 +140,7 @@ INLINE void multiply_group(
         }
     }
 }
+#endif
 
 INLINE void prefetch_group(Matrix w, int64_t group, int64_t scales_at, const int num_vectors, const int bits) {
     for (int c = 0; c < num_vectors; c++)
@@ -200,13 +227,14 @@ INLINE void store_tile(
 #define TILE(rows, vectors, bits) \
     case 10 * rows + vectors: multiply_tile(w, x, chunk, total, rows, vectors, bits); break;
 #if defined __AVX512F__
-#define TILES_OF(bits) SIX_ROWS(1, bits) SIX_ROWS(2, bits)
-#define SIX_ROWS(vectors, bits) \
-    TILE(1, vectors, bits) TILE(2, vectors, bits) TILE(3, vectors, bits) \
-    TILE(4, vectors, bits) TILE(5, vectors, bits) TILE(6, vectors, bits)
+#define ROWS_FROM_5(vectors, bits) TILE(5, vectors, bits) TILE(6, vectors, bits)
 #else
-#define TILES_OF(bits) TILE(1, 1, bits) TILE(2, 1, bits)
+#define ROWS_FROM_5(vectors, bits)
 #endif
+#define ANY_ROWS(vectors, bits) \
+    TILE(1, vectors, bits) TILE(2, vectors, bits) TILE(3, vectors, bits) TILE(4, vectors, bits) \
+    ROWS_FROM_5(vectors, bits)
+#define TILES_OF(bits) ANY_ROWS(1, bits) ANY_ROWS(2, bits)
 
 INLINE void multiply_any_tile(
     Matrix w, Rows x, Chunk chunk, float total[][TILE_OUTPUTS], int64_t num_rows, int64_t num_vectors,

@@ -7,7 +7,13 @@
 #include <immintrin.h>
 #endif
 
-enum { LANES = 16, VECTOR_BYTES = 64 };
+/* As many lanes as a register has: compilers keep wider vectors in memory. */
+#if defined __AVX512F__
+enum { LANES = 16 };
+#else
+enum { LANES = 8 };
+#endif
+enum { VECTOR_BYTES = 4 * LANES };
 enum { L2 = 2 }; /* locality of a prefetch: fetching into the first cache holds up other loads */
 
 typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
@@ -19,9 +25,7 @@ INLINE floats multiply_add(floats sum, floats a, floats b) {
 #if defined __AVX512F__
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #elif defined __FMA__
-    union { floats all; __m256 half[2]; } of_a = {a}, of_b = {b}, of_sum = {sum};
-    for (int i = 0; i < 2; i++) of_sum.half[i] = _mm256_fmadd_ps(of_a.half[i], of_b.half[i], of_sum.half[i]);
-    return of_sum.all;
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
     return sum + a * b;
 #endif

@@ -24,8 +24,8 @@ INLINE ints load_vector(const element *from, int64_t count) {
     return vector;
 }
 
-#if defined __AVX512F__
 /* Write the sum over the lanes of each vector; the order of additions is the same for all. */
+#if defined __AVX512F__
 INLINE void sum_lanes(const floats *v, float *to, const int count) {
     __m512 zero = _mm512_setzero_ps(), v0 = (__m512)v[0], v1 = count > 1 ? (__m512)v[1] : zero;
     __m512 v2 = count > 2 ? (__m512)v[2] : zero, v3 = count > 3 ? (__m512)v[3] : zero;
@@ -35,6 +35,14 @@ INLINE void sum_lanes(const floats *v, float *to, const int count) {
         _mm512_castpd_ps(_mm512_unpacklo_pd(pair01, pair23)), _mm512_castpd_ps(_mm512_unpackhi_pd(pair01, pair23)));
     four = _mm512_add_ps(four, _mm512_shuffle_f32x4(four, four, 0x4e));
     __m128 sums = _mm512_castps512_ps128(_mm512_add_ps(four, _mm512_shuffle_f32x4(four, four, 0xb1)));
+    memcpy(to, &sums, count * sizeof *to);
+}
+#elif defined __AVX__
+INLINE void sum_lanes(const floats *v, float *to, const int count) {
+    __m256 zero = _mm256_setzero_ps(), v0 = (__m256)v[0], v1 = count > 1 ? (__m256)v[1] : zero;
+    __m256 v2 = count > 2 ? (__m256)v[2] : zero, v3 = count > 3 ? (__m256)v[3] : zero;
+    __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(v0, v1), _mm256_hadd_ps(v2, v3));
+    __m128 sums = _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1));
     memcpy(to, &sums, count * sizeof *to);
 }
 #else
@@ -93,10 +101,8 @@ static void shrink_rank(
     switch (num_rows) {
         case 1: shrink_few(a, next, num_inputs, x, h, 1, 1); break;
         case 2: shrink_few(a, next, num_inputs, x, h, 2, 1); break;
-#if defined __AVX512F__
         case 3: shrink_few(a, next, num_inputs, x, h, 3, 1); break;
         case 4: shrink_few(a, next, num_inputs, x, h, 4, 1); break;
-#endif
     }
 }
 
@@ -106,10 +112,8 @@ static void shrink_ranks(
     switch (num_rows) {
         case 1: shrink_few(a, next, num_inputs, x, h, 1, LORA_RANKS); break;
         case 2: shrink_few(a, next, num_inputs, x, h, 2, LORA_RANKS); break;
-#if defined __AVX512F__
         case 3: shrink_few(a, next, num_inputs, x, h, 3, LORA_RANKS); break;
         case 4: shrink_few(a, next, num_inputs, x, h, 4, LORA_RANKS); break;
-#endif
     }
 }
 
@@ -299,10 +303,8 @@ static void expand_rows(
     switch (num_rows) {
         case 1: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 1); break;
         case 2: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 2); break;
-#if defined __AVX512F__
         case 3: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 3); break;
         case 4: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 4); break;
-#endif
     }
 }
 

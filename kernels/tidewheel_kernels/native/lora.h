@@ -8,7 +8,7 @@ enum { LORA_TILE = 16 /* rows of one adapter */, PER_VECTOR = VECTOR_BYTES / siz
 #if defined __AVX512F__
 enum { LORA_FEW = 4, LORA_RANKS = 4, LORA_WIDE = 4 };
 #else
-enum { LORA_FEW = 2, LORA_RANKS = 2, LORA_WIDE = 2 };
+enum { LORA_FEW = 4, LORA_RANKS = 2, LORA_WIDE = 2 };
 #endif
 
 typedef struct {

@@ -79,7 +79,7 @@ INLINE LoraFetches lora_fetches(
     int64_t num_rows) {
     LoraFetches f = {{fetch_lora}, g, stack, following};
     f.first = first_of_tile(w, tile), f.width = width_of_tile(w, tile);
-    const Passes passes = passes_of(least(num_rows, MOST_ROWS), ceil_div(f.width, WIDTH));
+    const Passes passes = passes_of(least(num_rows, MOST_ROWS), ceil_div(f.width, LANES));
     int64_t num_calls = passes.num_passes * ceil_div(w->num_inputs, passes.part_inputs), num_bytes = 0;
     if (stack) {
         while (f.part + 1 < stack->num_parts && stack->ends[f.part] <= f.first) f.part++;

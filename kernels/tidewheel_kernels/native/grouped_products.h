@@ -91,27 +91,36 @@ INLINE ints broadcast(const int8_t *four) {
 /* The products of four bits with all inputs of a group fit into 16 bits, two a lane. */
 _Static_assert(GROUP / 2 * 15 * LARGEST <= INT16_MAX, "sums of a group");
 
+/* Add in place: gcc would multiply all steps before it adds, and products would go through memory. */
+INLINE void add_pairs_of(__m256i *sum, __m256i codes, __m256i inputs) {
+    *sum = _mm256_add_epi16(*sum, _mm256_maddubs_epi16(codes, inputs));
+    __asm__("" : "+x"(*sum));
+}
+
 INLINE void multiply_group(
     const uint8_t *codes, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS], const int num_rows,
     const int num_vectors, const int bits) {
     const __m256i low_bits = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
     __m256i low[TILE_ROWS][TILE_VECTORS] = {0}, high[TILE_ROWS][TILE_VECTORS] = {0};
-    for (int s = 0; s < STEPS * bits / 8; s++, codes += STEP_BYTES)
+    for (int s = 0; s < STEPS * bits / 8; s++, codes += STEP_BYTES) {
+        __m256i of_low[TILE_VECTORS], of_high[TILE_VECTORS];
         for (int c = 0; c < num_vectors; c++) {
             const __m256i of = _mm256_loadu_si256((const __m256i *)(codes + c * VECTOR_BYTES));
-            const __m256i of_low = _mm256_and_si256(of, low_bits);
-            const __m256i of_high = _mm256_and_si256(_mm256_srli_epi16(of, 4), low_bits);
-            for (int r = 0; r < num_rows; r++) {
-                const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
-                const __m256i inputs = (__m256i)broadcast(from);
-                low[r][c] = _mm256_add_epi16(low[r][c], _mm256_maddubs_epi16(of_low, inputs));
-                if (bits == 8)
-                    high[r][c] = _mm256_add_epi16(high[r][c], _mm256_maddubs_epi16(of_high, inputs));
-                else
-                    low[r][c] = _mm256_add_epi16(
-                        low[r][c], _mm256_maddubs_epi16(of_high, (__m256i)broadcast(from + PER_LANE)));
-            }
+            of_low[c] = _mm256_and_si256(of, low_bits);
+            of_high[c] = _mm256_and_si256(_mm256_srli_epi16(of, 4), low_bits);
         }
+        for (int r = 0; r < num_rows; r++) {
+            const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
+            const __m256i inputs = (__m256i)broadcast(from);
+            for (int c = 0; c < num_vectors; c++) add_pairs_of(low[r] + c, of_low[c], inputs);
+            if (bits == 8) {
+                for (int c = 0; c < num_vectors; c++) add_pairs_of(high[r] + c, of_high[c], inputs);
+                continue;
+            }
+            const __m256i others = (__m256i)broadcast(from + PER_LANE);
+            for (int c = 0; c < num_vectors; c++) add_pairs_of(low[r] + c, of_high[c], others);
+        }
+    }
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) {
             sum[r][c] = x.starts[r * x.num_groups + group] + (ints)_mm256_madd_epi16(low[r][c], one);

@@ -149,7 +149,7 @@ def rows(cases: Sequence[Case], figures: Figures, engine: str = "") -> Iterator[
 def compare(model: Path, shape: Shape, adapters: Path, options: argparse.Namespace) -> dict[str, Any]:
     loras = make_adapters(adapters, shape)
     settings = {
-        "model": str(model), "dtype": "auto" if model.suffix else "bfloat16", "threads": options.threads,
+        "model": str(model), "dtype": "auto", "threads": options.threads,
         "max_model_len": 512, "max_num_seqs": STREAMS, "enable_prefix_caching": False,
     }  # fmt: skip
     with ExitStack() as stack:
@@ -206,7 +206,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.shapes:
-            print(f"\n{name}, bfloat16", flush=True)
+            print(f"\n{name}", flush=True)
             folder = make_model(Path(scratch) / name, SHAPES[name])
             result[name] = compare(folder, SHAPES[name], Path(scratch) / f"{name}_adapters", options)
         if options.gguf:

@@ -1,6 +1,6 @@
 """Tokens/s with 0, 1 and 32 LoRA adapters on 64 streams, beside the base model and vLLM, in turns.
 
-    python benchmarks lora --save               # random weights: 40M parameters, and SmolLM2's shape
+    python benchmarks lora --save               # random weights in `dtype: auto`: 40M parameters, and SmolLM2's shape
     python benchmarks lora --gguf SmolLM2-135M-Instruct.Q4_1.gguf --vllm ENVIRONMENT/bin/python --save
 
 "of base" is the median of the ratios to a run of the base just before or after, and "step of base" a ratio of

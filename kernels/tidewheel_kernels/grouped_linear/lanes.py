@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from tidewheel_kernels.grouped_linear.reference import Bits, GroupedWeights
 from tidewheel_kernels.native.huge_pages import in_huge_pages
 
-LANES = 32  # of two vectors
+LANES = 32  # outputs side by side, on every processor
 WORD_BYTES = 4  # of a lane
 
 

@@ -86,13 +86,13 @@ INLINE ints broadcast(const int8_t *four) {
     return (ints){0} + inputs;
 }
 
-/* Write the products of one group of inputs and codes. */
+/* `multiply_group` writes the products of one group of inputs and codes. */
 #if defined __AVX2__ && !defined __AVX512F__
-/* The products of four bits with all inputs of a group fit into 16 bits, two a lane. */
-_Static_assert(GROUP / 2 * 15 * LARGEST <= INT16_MAX, "sums of a group");
+/* A lane has two sums of 16 bits, each of the products of half a group with four bits of each code. */
+_Static_assert(GROUP / 2 * 15 * LARGEST <= INT16_MAX, "sums of half a group");
 
-/* Add in place: gcc would multiply all steps before it adds, and products would go through memory. */
-INLINE void add_pairs_of(__m256i *sum, __m256i codes, __m256i inputs) {
+/* Add pairs of products in place: gcc would multiply all steps before it adds, and keep the products in memory. */
+INLINE void add_products_of_pairs(__m256i *sum, __m256i codes, __m256i inputs) {
     *sum = _mm256_add_epi16(*sum, _mm256_maddubs_epi16(codes, inputs));
     __asm__("" : "+x"(*sum));
 }
@@ -112,13 +112,13 @@ INLINE void multiply_group(
         for (int r = 0; r < num_rows; r++) {
             const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
             const __m256i inputs = (__m256i)broadcast(from);
-            for (int c = 0; c < num_vectors; c++) add_pairs_of(low[r] + c, of_low[c], inputs);
+            for (int c = 0; c < num_vectors; c++) add_products_of_pairs(low[r] + c, of_low[c], inputs);
             if (bits == 8) {
-                for (int c = 0; c < num_vectors; c++) add_pairs_of(high[r] + c, of_high[c], inputs);
+                for (int c = 0; c < num_vectors; c++) add_products_of_pairs(high[r] + c, of_high[c], inputs);
                 continue;
             }
             const __m256i others = (__m256i)broadcast(from + PER_LANE);
-            for (int c = 0; c < num_vectors; c++) add_pairs_of(low[r] + c, of_high[c], others);
+            for (int c = 0; c < num_vectors; c++) add_products_of_pairs(low[r] + c, of_high[c], others);
         }
     }
     for (int r = 0; r < num_rows; r++)

@@ -54,7 +54,7 @@ def start(folder: Path) -> Iterator[Callable[[EngineConfig], Client]]:
     clients = []
 
     def started(config: EngineConfig) -> Client:
-        clients.append(Client(folder, config=config, command=engine_command(), hold_s=LIMIT_S))
+        clients.append(Client(folder, config=config, command=engine_command()))
         clients[-1].start(LIMIT_S)
         return clients[-1]
 

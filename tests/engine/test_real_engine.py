@@ -25,8 +25,7 @@ def config_of(folder: Path, **settings: object) -> EngineConfig:
 def test_tokens_before_and_after_a_kill(tmp_path: Path, folder: Path) -> None:
     given = prompts(4, 5, 40)
     expected = transformers_tokens(save(llama, tmp_path), given, 8)
-    # Held for as long as it takes: importing torch again may need more than the usual limit on a busy machine.
-    client = Client(folder, config=config_of(tmp_path), command=engine_command(), hold_s=120.0)
+    client = Client(folder, config=config_of(tmp_path), command=engine_command())
     try:
         client.start(120.0)
         for first_key in (0, 100):

@@ -44,7 +44,7 @@ def engine(tmp_path: Path, folder: Path) -> Iterator[Engine]:
     settings = {"dtype": "float32", "num_blocks": 16, "swap_space": 0.01, "preemption_mode": "swap"}
     settings["admit_by_growth"] = False
     config = EngineConfig.from_settings({"model": str(tmp_path), **settings})
-    client = Client(folder, config=config, command=engine_command(), hold_s=LIMIT_S)
+    client = Client(folder, config=config, command=engine_command())
     try:
         client.start(LIMIT_S)
         yield Engine(client, model)

@@ -108,6 +108,7 @@ class Client(EngineClient):
 
     command = COMMAND
     restart = RestartPolicy(first_delay_s=0.01)
+    hold_s = LIMIT_S  # a busy machine may take longer than the default to start an engine
 
     def __init__(
         self,

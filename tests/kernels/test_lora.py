@@ -199,15 +199,17 @@ def test_threads_change_nothing() -> None:
 
 def test_a_host_stack_copies_nothing_that_is_laid_out_for_it() -> None:
     stack = HostLoraStack(LoraSizes(8, (6, 4), 2, 3), torch.float32, torch.device("cpu"))
-    a, b = torch.randn(3, 8), torch.randn(3, 6)
-    stack.set(1, [(a, b.t()), None])
+    a, b = torch.randn(8, 3), torch.randn(3, 6)
+    stack.set(1, [(a.t(), b.t()), None])
     held = stack.matrices(1)[0]
     assert held is not None and (held.a.data_ptr(), held.b.data_ptr()) == (a.data_ptr(), b.data_ptr())
     assert stack.num_bytes == 0
-    plain = b.t().contiguous()
-    stack.set(0, [(a, plain), None])
+    plain = [matrix.t().contiguous() for matrix in (a, b)]
+    stack.set(0, [tuple(plain), None])
     other = stack.matrices(0)[0]
-    assert other is not None and torch.equal(other.b, plain) and other.b.t().is_contiguous()
+    assert other is not None
+    for found, given in zip(other, plain, strict=True):
+        assert torch.equal(found, given) and found.t().is_contiguous()
 
 
 def test_a_static_stack_states_its_size_before_it_is_made() -> None:

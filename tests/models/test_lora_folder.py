@@ -132,7 +132,7 @@ def test_ranks_and_bytes(tmp_path: Path, base: Path, model: Decoder) -> None:
     assert weights.rank == 9
     tensors = [tensor for _, a, b in matrices(weights, model) for tensor in (a, b)]
     assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors)
-    assert all(a.is_contiguous() and b.t().is_contiguous() for _, a, b in matrices(weights, model))
+    assert all(a.t().is_contiguous() and b.t().is_contiguous() for _, a, b in matrices(weights, model))
 
 
 def test_for_a_gpu_both_are_contiguous_in_one_piece_of_pinned_memory(

@@ -114,8 +114,8 @@ class LoraFile(WeightSource):
         else:
             memory = empty_in_huge_pages(sum(sizes), dtype)
         for (name, value), piece in zip(read.items(), torch.split(memory, sizes), strict=True):
-            is_transposed = device.type != "cuda" and name.endswith("lora_B.weight")  # as the CPU's kernel reads it
-            read[name] = piece.view(value.T.shape).T if is_transposed else piece.view(value.shape)
+            # The CPU's kernel reads transposed matrices.
+            read[name] = piece.view(value.shape) if device.type == "cuda" else piece.view(value.T.shape).T
             if not read[name].copy_(value).isfinite().all():
                 raise ConfigError(f"{self.tensors[name].file}: {name} has NaN or infinite values as {dtype}")
         return read

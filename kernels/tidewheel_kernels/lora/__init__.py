@@ -31,8 +31,8 @@ def add_lora(
 ) -> None:
     """Add each grouped token's adapter to its row of `out`; other rows keep their bits.
 
-    Sums are float32, and the result is rounded once. With bfloat16 on AVX512_BF16, ``a @ x`` is rounded to bfloat16,
-    too, as PEFT does. In the C and triton-lang kernels no bit of a row depends on other rows.
+    Sums are float32, and the result is rounded once. The C kernel rounds ``a @ x`` to out's dtype, too, as PEFT does.
+    In the C and triton-lang kernels no bit of a row depends on other rows.
     """
     sizes = stack.sizes
     if out.shape != (len(x), sizes.out_features) or x.shape[1] != sizes.in_features or out.dtype != x.dtype:

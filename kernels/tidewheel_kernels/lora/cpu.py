@@ -29,7 +29,7 @@ def stack_address(stack: LoraStack, dtype: torch.dtype) -> int | None:
 
 
 def empty_products(groups: LoraGroups, width: int) -> torch.Tensor:
-    """Allocate the results of `a @ x` for stacks of up to this `width`."""
+    """Allocate room for the results of `a @ x`, of up to 32 bits each, for stacks of up to this `width`."""
     return torch.empty(groups.num_tiles * TILE * width, dtype=torch.float32)
 
 

@@ -48,7 +48,7 @@ class LoraStack(ABC):
         """Give a slot an adapter's `LoraMatrices` by part, None where it has none.
 
         Tensors are on the host (pinned: a copy to the device does not wait) or on the device. A host stack keeps
-        them; it needs `a` contiguous and `b` the transpose of a contiguous [rank, outputs], and copies others.
+        transposes of contiguous tensors, which its kernel reads, and copies others.
         """
         sizes = self.sizes
         if len(parts) != len(sizes.part_sizes):
@@ -115,8 +115,7 @@ class HostLoraStack(LoraStack):
             self._parts[place] = _Part() if part is None else _Part(part.a.data_ptr(), part.b.data_ptr(), len(part.a))
 
     def _arranged(self, part: LoraMatrices) -> LoraMatrices:
-        a, b = (tensor.to(self.device) for tensor in part)
-        return LoraMatrices(a.contiguous(), b.t().contiguous().t())
+        return LoraMatrices(*(tensor.to(self.device).t().contiguous().t() for tensor in part))
 
     def matrices(self, slot: int) -> Sequence[LoraMatrices | None]:
         return self._slots[slot]

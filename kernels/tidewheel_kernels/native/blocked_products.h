@@ -137,22 +137,23 @@ INLINE void multiply_any_few(
     }
 }
 
-/* Other data to fetch between passes, most of which leave memory idle. */
-typedef struct Fetches {
-    void (*fetch_some)(struct Fetches *);
-} Fetches;
+/* What a product with adapters does besides. */
+typedef struct Extras {
+    void (*add_to_sums)(struct Extras *, float total[][WIDE_OUTPUTS], int64_t row, int64_t num_rows);
+    void (*fetch_some)(struct Extras *); /* between passes, most of which leave memory idle; or NULL */
+} Extras;
 
 /* Multiply at most MOST_ROWS rows: all of them by a part of the weights before the next part. */
 INLINE void multiply_block(
     const BlockedMatrix *w, const element *weights, const element *x, int64_t x_stride, float total[][WIDE_OUTPUTS],
-    int64_t num_rows, int64_t num_vectors, Fetches *fetches) {
+    int64_t num_rows, int64_t num_vectors, Extras *extras) {
     const Passes p = passes_of(num_rows, num_vectors);
     memset(total, 0, num_rows * sizeof *total);
     for (int64_t first = 0; first < w->num_inputs; first += p.part_inputs) {
         Part part = {first, least(first + p.part_inputs, w->num_inputs), 0, p.num_passes};
         for (int64_t row = 0; row < num_rows; row += p.num_rows)
             for (int64_t v = 0; v < num_vectors; v += p.num_vectors, part.pass++) {
-                if (fetches) fetches->fetch_some(fetches);
+                if (extras && extras->fetch_some) extras->fetch_some(extras);
                 multiply_any_few(
                     w, weights + v * LANES * PAIR, x + row * x_stride, x_stride, part, total[row] + v * LANES,
                     least(num_rows - row, p.num_rows), least(num_vectors - v, p.num_vectors));
@@ -175,17 +176,18 @@ INLINE int64_t width_of_tile(const BlockedMatrix *w, int64_t tile) {
     return left < WIDE_OUTPUTS ? left : WIDE_OUTPUTS;
 }
 
-/* A tile's outputs of all rows. `fetches` may be NULL. */
+/* A tile's outputs of all rows. `extras` may be NULL. */
 INLINE void blocked_outputs(
     const BlockedMatrix *w, const element *x, int64_t x_stride, const element *bias, element *out, int64_t num_rows,
-    int64_t tile, Fetches *fetches) {
+    int64_t tile, Extras *extras) {
     int64_t first = first_of_tile(w, tile), width = width_of_tile(w, tile), within = first % w->block;
     int64_t left = w->num_outputs - first < width ? w->num_outputs - first : width;
     const element *weights = w->weights + (first - within) * w->padded_inputs + within * PAIR;
     for (int64_t row = 0; row < num_rows && left > 0; row += MOST_ROWS) {
         int64_t count = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         float total[MOST_ROWS][WIDE_OUTPUTS];
-        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, ceil_div(left, LANES), fetches);
+        multiply_block(w, weights, x + row * x_stride, x_stride, total, count, ceil_div(left, LANES), extras);
+        if (extras) extras->add_to_sums(extras, total, row, count);
         for (int64_t r = 0; r < count; r++)
             for (int64_t i = 0; i < left; i++)
                 out[(row + r) * w->num_outputs + first + i] =

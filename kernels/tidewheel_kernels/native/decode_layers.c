@@ -6,7 +6,7 @@
 #include "context.h"
 #include "grouped_products.h"
 #include "lora.h"
-#include "lora_fetches.h"
+#include "lora_extras.h"
 #include "rows.h"
 #include "team.h"
 
@@ -53,7 +53,7 @@ typedef struct {
     int32_t *starts;
     const LoraGroups *lora_groups;       /* or NULL: no row has an adapter */
     const LoraStack *const *lora_stacks; /* [num_layers, LINEARS], with groups; NULL: the product has no adapters */
-    float *lora_products;                /* as of `shrink_lora` */
+    element *lora_products;               /* as of `shrink_lora` */
     int64_t num_rows, table_stride, block_size, scales_at, k_block_stride, v_block_stride;
     int32_t num_threads;
 } Step;
@@ -79,21 +79,20 @@ INLINE const LoraStack *stack_of(const Step *s, int64_t layer, int linear) {
 }
 
 /* Add the adapters of all rows to a tile's outputs. */
-static void add_adapters(const Step *s, const LoraStack *stack, const Linear *l, element *out, int64_t tile) {
-    int64_t num_outputs = l->grouped ? l->grouped->num_outputs : l->blocked->num_outputs;
-    int64_t first = l->grouped ? tile * TILE_OUTPUTS : first_of_tile(l->blocked, tile);
-    int64_t end = first + (l->grouped ? TILE_OUTPUTS : width_of_tile(l->blocked, tile));
+static void add_adapters(const Step *s, const LoraStack *stack, int64_t num_outputs, element *out, int64_t tile) {
+    int64_t first = tile * TILE_OUTPUTS, end = first + TILE_OUTPUTS;
     for (int64_t rows = 0; rows < s->lora_groups->num_tiles; rows++)
         expand_lora(
             stack, s->lora_groups, s->lora_products, out, num_outputs, rows, first,
             end < num_outputs ? end : num_outputs);
 }
 
-INLINE LoraFetches fetches_of(const Step *s, int64_t layer, int linear, int64_t tile) {
+INLINE LoraExtras extras_of(const Step *s, int64_t layer, int linear, int64_t tile) {
     int64_t next = layer * LINEARS + linear + 1;
     const LoraStack *following = next < s->model->num_layers * LINEARS ? s->lora_stacks[next] : NULL;
     const BlockedMatrix *w = s->model->layers[layer].linears[linear].blocked;
-    return lora_fetches(s->lora_groups, stack_of(s, layer, linear), following, w, tile, s->num_rows);
+    return lora_extras(
+        s->lora_groups, s->lora_products, stack_of(s, layer, linear), following, w, tile, s->num_rows);
 }
 
 /* Not inlined: four copies of all tiles took 7 s to compile. */
@@ -106,15 +105,14 @@ static __attribute__((noinline)) void multiply_tile_of(
             multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 8);
         else
             multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 4);
+        const LoraStack *stack = stack_of(s, layer, linear);
+        if (stack) add_adapters(s, stack, l->grouped->num_outputs, out, tile);
     } else {
-        LoraFetches ahead;
-        int has_fetches = s->lora_groups && s->num_rows > FEW && fetches_pay(s->lora_groups, s->num_rows);
-        if (has_fetches) ahead = fetches_of(s, layer, linear, tile);
+        LoraExtras lora;
+        if (s->lora_groups) lora = extras_of(s, layer, linear, tile);
         blocked_outputs(
-            l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile, has_fetches ? &ahead.fetches : NULL);
+            l->blocked, x, l->blocked->num_inputs, l->bias, out, s->num_rows, tile, s->lora_groups ? &lora.extras : NULL);
     }
-    const LoraStack *stack = stack_of(s, layer, linear);
-    if (stack) add_adapters(s, stack, l, out, tile);
 }
 
 INLINE int64_t tiles_of(const Linear *l) {

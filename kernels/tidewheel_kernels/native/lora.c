@@ -1,218 +1,66 @@
-/* Products with adapters of low rank, read once: by inputs, then by outputs. */
+/* Products with adapters of low rank: a @ x, then b @ (a @ x). Both sum the rows of a matrix, each times an input, so
+   that the columns' sums lie side by side in vectors. */
 #include "lora.h"
 
 enum { SHARES = 8 /* of a thread */, LEAST_OUTPUTS = 256, MOST_OUTPUTS = 1024 /* of a piece */ };
-enum { SHRINKS_AHEAD = 1 /* pieces whose matrices are fetched */ };
 
-INLINE floats add_pairs(floats sum, ints a, ints x) {
-#if defined ELEMENT_FLOAT32
-    return multiply_add(sum, (floats)a, (floats)x);
-#elif defined __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)x);
-#else
-    sum = multiply_add(sum, (floats)(a << 16), (floats)(x << 16));
-    return multiply_add(sum, (floats)(a & (int32_t)0xffff0000), (floats)(x & (int32_t)0xffff0000));
-#endif
-}
-
-INLINE ints load_vector(const element *from, int64_t count) {
-    ints vector = {0};
-    if (count >= PER_VECTOR)
-        memcpy(&vector, from, sizeof vector);
-    else
-        memcpy(&vector, from, count * sizeof(element));
-    return vector;
-}
-
-/* Write the sum over the lanes of each vector; the order of additions is the same for all. */
+/* Sums of so many rows stay in registers. Those of ranks are in CHAINS parts: one row has few vectors of them, and would
+   wait for each addition. */
+enum { RANK_VECTORS = LORA_RANKS / LANES, MOST_VECTORS = 4, MOST_FEW = 6 };
 #if defined __AVX512F__
-INLINE void sum_lanes(const floats *v, float *to, const int count) {
-    __m512 zero = _mm512_setzero_ps(), v0 = (__m512)v[0], v1 = count > 1 ? (__m512)v[1] : zero;
-    __m512 v2 = count > 2 ? (__m512)v[2] : zero, v3 = count > 3 ? (__m512)v[3] : zero;
-    __m512d pair01 = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(v0, v1), _mm512_unpackhi_ps(v0, v1)));
-    __m512d pair23 = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(v2, v3), _mm512_unpackhi_ps(v2, v3)));
-    __m512 four = _mm512_add_ps(
-        _mm512_castpd_ps(_mm512_unpacklo_pd(pair01, pair23)), _mm512_castpd_ps(_mm512_unpackhi_pd(pair01, pair23)));
-    four = _mm512_add_ps(four, _mm512_shuffle_f32x4(four, four, 0x4e));
-    __m128 sums = _mm512_castps512_ps128(_mm512_add_ps(four, _mm512_shuffle_f32x4(four, four, 0xb1)));
-    memcpy(to, &sums, count * sizeof *to);
-}
-#elif defined __AVX__
-INLINE void sum_lanes(const floats *v, float *to, const int count) {
-    __m256 zero = _mm256_setzero_ps(), v0 = (__m256)v[0], v1 = count > 1 ? (__m256)v[1] : zero;
-    __m256 v2 = count > 2 ? (__m256)v[2] : zero, v3 = count > 3 ? (__m256)v[3] : zero;
-    __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(v0, v1), _mm256_hadd_ps(v2, v3));
-    __m128 sums = _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1));
-    memcpy(to, &sums, count * sizeof *to);
-}
+enum { CHAINS = 4, SHRINK_ROWS = 6 };
+INLINE int output_vectors(int num_rows) { return (void)num_rows, 4; }
 #else
-/* Not inlined: one order of additions for all. */
-static __attribute__((noinline)) float sum_of_lanes(floats v) {
-    float half[LANES / 2], total = 0.0f;
-    for (int i = 0; i < LANES / 2; i++) half[i] = v[i] + v[i + LANES / 2];
-    for (int i = 0; i < LANES / 2; i++) total += half[i];
-    return total;
-}
-
-INLINE void sum_lanes(const floats *v, float *to, const int count) {
-    for (int i = 0; i < count; i++) to[i] = sum_of_lanes(v[i]);
-}
+enum { CHAINS = 2, SHRINK_ROWS = 3 };
+INLINE int output_vectors(int num_rows) { return num_rows > 3 ? 2 : 4; }
 #endif
 
-/* Add the products of up to PER_VECTOR inputs from `k` on. */
-INLINE void shrink_inputs(
-    const element *a, int64_t num_inputs, const element *const x[LORA_FEW], int64_t k, int64_t count,
-    floats sum[LORA_FEW][LORA_RANKS], const int num_rows, const int num_ranks) {
-    ints of_a[LORA_RANKS];
-#pragma GCC unroll 4
-    for (int c = 0; c < num_ranks; c++) of_a[c] = load_vector(a + c * num_inputs + k, count);
-#pragma GCC unroll 4
-    for (int r = 0; r < num_rows; r++) {
-        ints of_x = load_vector(x[r] + k, count);
-#pragma GCC unroll 4
-        for (int c = 0; c < num_ranks; c++) sum[r][c] = add_pairs(sum[r][c], of_a[c], of_x);
-    }
-}
+#if defined __AVX__ && !defined __AVX512F__
+static const int32_t FIRST_LANES[2 * LANES] = {-1, -1, -1, -1, -1, -1, -1, -1};
+#endif
 
-INLINE void shrink_few(
-    const element *a, const element *next, int64_t num_inputs, const element *const rows[LORA_FEW],
-    float *const h[LORA_FEW], const int num_rows, const int num_ranks) {
-    const element *x[LORA_FEW];
-    floats sum[LORA_FEW][LORA_RANKS];
-#pragma GCC unroll 4
-    for (int r = 0; r < num_rows; r++) {
-        x[r] = rows[r];
-#pragma GCC unroll 4
-        for (int c = 0; c < num_ranks; c++) sum[r][c] = (floats){0};
-    }
-    int64_t k = 0;
-    for (; k + PER_VECTOR <= num_inputs; k += PER_VECTOR) {
-        for (int c = 0; c < num_ranks; c++) __builtin_prefetch(next + c * num_inputs + k);
-        shrink_inputs(a, num_inputs, x, k, PER_VECTOR, sum, num_rows, num_ranks);
-    }
-    if (k < num_inputs) shrink_inputs(a, num_inputs, x, k, num_inputs - k, sum, num_rows, num_ranks);
-#pragma GCC unroll 4
-    for (int r = 0; r < num_rows; r++) sum_lanes(sum[r], h[r], num_ranks);
-}
+typedef uint16_t bfloats __attribute__((vector_size(2 * LANES), aligned(2)));
 
-static void shrink_rank(
-    const element *a, const element *next, int64_t num_inputs, const element *const x[LORA_FEW],
-    float *const h[LORA_FEW], int64_t num_rows) {
-    switch (num_rows) {
-        case 1: shrink_few(a, next, num_inputs, x, h, 1, 1); break;
-        case 2: shrink_few(a, next, num_inputs, x, h, 2, 1); break;
-        case 3: shrink_few(a, next, num_inputs, x, h, 3, 1); break;
-        case 4: shrink_few(a, next, num_inputs, x, h, 4, 1); break;
-    }
-}
-
-static void shrink_ranks(
-    const element *a, const element *next, int64_t num_inputs, const element *const x[LORA_FEW],
-    float *const h[LORA_FEW], int64_t num_rows) {
-    switch (num_rows) {
-        case 1: shrink_few(a, next, num_inputs, x, h, 1, LORA_RANKS); break;
-        case 2: shrink_few(a, next, num_inputs, x, h, 2, LORA_RANKS); break;
-        case 3: shrink_few(a, next, num_inputs, x, h, 3, LORA_RANKS); break;
-        case 4: shrink_few(a, next, num_inputs, x, h, 4, LORA_RANKS); break;
-    }
-}
-
-typedef struct {
-    int64_t tile, part, rank; /* the first of LORA_RANKS */
-} ShrinkPiece;
-
-INLINE ShrinkPiece shrink_piece(const LoraStack *s, int64_t piece) {
-    int64_t per_part = pieces_of_part(s);
-    return (ShrinkPiece){piece / per_part / s->num_parts, piece / per_part % s->num_parts, piece % per_part * LORA_RANKS};
-}
-
-const element *shrink_matrix(const LoraStack *s, const LoraGroups *g, int64_t piece) {
-    ShrinkPiece at = shrink_piece(s, piece);
-    if (at.tile >= g->num_tiles || g->slots[at.tile] < 0) return NULL;
-    const LoraPart *p = parts_of_tile(s, g, at.tile) + at.part;
-    return at.rank < p->rank ? p->a + at.rank * s->num_inputs : NULL;
-}
-
-void shrink_lora(
-    const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, float *h, int64_t piece) {
-    ShrinkPiece at = shrink_piece(s, piece);
-    const element *a = shrink_matrix(s, g, piece), *next = shrink_matrix(s, g, piece + SHRINKS_AHEAD);
-    if (a == NULL) return;
-    if (next == NULL) next = a;
-    int64_t left = parts_of_tile(s, g, at.tile)[at.part].rank - at.rank, count = rows_of_tile(g, at.tile);
-    const int32_t *rows = g->rows + at.tile * LORA_TILE;
-    float *to = h + at.tile * LORA_TILE * lora_width(s) + at.part * s->max_rank + at.rank;
-    for (int64_t row = 0; row < count; row += LORA_FEW) {
-        int64_t few = count - row < LORA_FEW ? count - row : LORA_FEW;
-        const element *from[LORA_FEW];
-        float *sums[LORA_FEW];
-        for (int64_t r = 0; r < few; r++) {
-            from[r] = x + rows[row + r] * x_stride;
-            sums[r] = to + (row + r) * lora_width(s);
-        }
-        if (left >= LORA_RANKS) {
-            shrink_ranks(a, next, s->num_inputs, from, sums, few);
-            continue;
-        }
-        for (int64_t k = 0; k < left; k++) {
-            shrink_rank(a + k * s->num_inputs, next, s->num_inputs, from, sums, few);
-            for (int64_t r = 0; r < few; r++) sums[r]++;
-        }
-    }
-}
-
-#if defined ELEMENT_BFLOAT16 && defined __AVX512BF16__
-typedef int32_t Factor; /* two successive ranks of a @ x as bfloat16, to which PEFT rounds them, too */
-enum { FACTOR_RANKS = 2, BLOCK_VECTORS = 2 /* that `load_block` fills */ };
-
-INLINE void load_factors(const float *h, int64_t rank, Factor *to) {
-    for (int64_t k = 0; k < rank; k += LANES) {
-        __m512 values = _mm512_maskz_loadu_ps(first_lanes(rank - k), h + k);
-        _mm256_storeu_si256((__m256i *)(to + k / 2), (__m256i)_mm512_cvtneps_pbh(values));
-    }
-}
-
-INLINE __mmask32 first_outputs(int64_t count) { return count < PER_VECTOR ? (1u << count) - 1 : ~0u; }
-
-/* Interleave the outputs of one or two ranks. Of 8 groups of 4 outputs, to[0] has the even ones, to[1] the odd ones. */
-INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks, int64_t count, floats to[2]) {
-    __m512i rank0 = _mm512_maskz_loadu_epi16(first_outputs(count), b), rank1 = _mm512_setzero_si512();
-    if (num_ranks > 1) rank1 = _mm512_maskz_loadu_epi16(first_outputs(count), b + num_outputs);
-    to[0] = (floats)_mm512_unpacklo_epi16(rank0, rank1), to[1] = (floats)_mm512_unpackhi_epi16(rank0, rank1);
-}
-
-INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)of_b, (__m512bh)_mm512_set1_epi32(factor));
-}
-
-/* Load up to PER_VECTOR outputs, as `load_block` arranges them. */
-INLINE void load_outputs(const element *from, int64_t count, floats to[2]) {
-    __m512i zero = _mm512_setzero_si512(), outputs = _mm512_maskz_loadu_epi16(first_outputs(count), from);
-    to[0] = (floats)_mm512_unpacklo_epi16(zero, outputs), to[1] = (floats)_mm512_unpackhi_epi16(zero, outputs);
-}
-
-/* Store up to PER_VECTOR outputs. vcvtne2ps2bf16 makes zeros of denormals. */
-INLINE void store_outputs(element *to, const floats sum[2], int64_t count) {
-    __m512i groups = (__m512i)_mm512_cvtne2ps_pbh((__m512)sum[1], (__m512)sum[0]);
-    groups = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), groups); /* back in order */
-    _mm512_mask_storeu_epi16(to, first_outputs(count), groups);
-}
+/* Return up to LANES floats, then zeros. */
+INLINE floats read_floats(const float *from, int64_t count) {
+#if defined __AVX512F__
+    return (floats)_mm512_maskz_loadu_ps(first_lanes(count), from);
 #else
-typedef float Factor; /* a @ x of a rank */
-enum { FACTOR_RANKS = 1, BLOCK_VECTORS = 1 /* that `load_block` fills */ };
+    if (count >= LANES) return *(const floats *)from;
+#if defined __AVX__
+    return (floats)_mm256_maskload_ps(from, _mm256_loadu_si256((const __m256i *)(FIRST_LANES + LANES - count)));
+#else
+    floats part = {0};
+    memcpy(&part, from, count * sizeof *from);
+    return part;
+#endif
+#endif
+}
 
-INLINE void load_factors(const float *h, int64_t rank, Factor *to) { memcpy(to, h, rank * sizeof *h); }
+/* Store up to LANES floats. */
+INLINE void store_floats(float *to, floats values, int64_t count) {
+#if defined __AVX512F__
+    _mm512_mask_storeu_ps(to, first_lanes(count), (__m512)values);
+#else
+    if (count >= LANES)
+        *(floats *)to = values;
+    else
+        memcpy(to, &values, count * sizeof *to);
+#endif
+}
 
 /* Return up to LANES elements as floats, then zeros. */
 INLINE floats load_floats(const element *from, int64_t count) {
 #if defined ELEMENT_FLOAT32
-    return (floats)load_vector(from, count);
+    return read_floats(from, count);
+#elif defined __AVX512BF16__
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), from)), 16);
 #else
     bfloats part = {0};
     if (count >= LANES)
         memcpy(&part, from, sizeof part);
     else
-        memcpy(&part, from, count * sizeof(element));
+        memcpy(&part, from, count * sizeof *from);
 #if defined __AVX512F__
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)part), 16);
 #else
@@ -221,129 +69,255 @@ INLINE floats load_floats(const element *from, int64_t count) {
 #endif
 }
 
-INLINE void load_outputs(const element *from, int64_t count, floats *to) { *to = load_floats(from, count); }
-
 /* Store up to LANES elements. */
-INLINE void store_outputs(element *to, const floats *sum, int64_t count) {
-#if defined ELEMENT_BFLOAT16 && defined __AVX512F__
+INLINE void store_elements(element *to, floats values, int64_t count) {
+#if defined ELEMENT_FLOAT32
+    store_floats(to, values, count);
+#elif defined __AVX512BF16__ /* makes zeros of denormals */
+    _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)_mm512_cvtneps_pbh((__m512)values));
+#else
+#if defined __AVX512F__
     if (count >= LANES) {
-        __m512i bits = (__m512i)*sum;
+        __m512i bits = (__m512i)values;
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-        bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask((__m512)*sum, (__m512)*sum, _CMP_UNORD_Q), 0x7fc0);
-        __m256i rounded = _mm512_cvtepi32_epi16(bits);
-        _mm256_storeu_si256((__m256i *)to, rounded);
+        bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask((__m512)values, (__m512)values, _CMP_UNORD_Q), 0x7fc0);
+        _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(bits));
         return;
     }
 #endif
-    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element((*sum)[i]);
+    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element(values[i]);
+#endif
 }
 
-INLINE void load_block(const element *b, int64_t num_outputs, int64_t num_ranks, int64_t count, floats *to) {
-    (void)num_outputs, (void)num_ranks;
-    *to = load_floats(b, count);
+#if defined ELEMENT_BFLOAT16 && defined __AVX512BF16__
+enum { TOGETHER = 2 /* rows of a matrix, or inputs, that a lane holds */ };
+
+/* Return up to LANES columns of one or two rows. */
+INLINE floats load_columns(const element *row, int64_t stride, int64_t count, const int num_rows) {
+    const __m512i pairs = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m256i second = num_rows > 1 ? _mm256_maskz_loadu_epi16(first_lanes(count), row + stride) : _mm256_setzero_si256();
+    __m512i first = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(first_lanes(count), row));
+    return (floats)_mm512_permutexvar_epi16(pairs, _mm512_inserti64x4(first, second, 1));
 }
 
-INLINE floats add_factor(floats sum, Factor factor, floats of_b) {
-    return multiply_add(sum, (floats){0} + factor, of_b);
+INLINE floats add_product(floats sum, floats columns, const element *x, const int num_inputs) {
+    int32_t inputs = *x;
+    if (num_inputs > 1) memcpy(&inputs, x, sizeof inputs);
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)columns, (__m512bh)_mm512_set1_epi32(inputs));
+}
+#else
+enum { TOGETHER = 1 };
+
+INLINE floats load_columns(const element *row, int64_t stride, int64_t count, const int num_rows) {
+    (void)stride, (void)num_rows;
+    return load_floats(row, count);
+}
+
+INLINE floats add_product(floats sum, floats columns, const element *x, const int num_inputs) {
+    (void)num_inputs;
+    return multiply_add(sum, (floats){0} + load(*x), columns);
 }
 #endif
 
-/* Add b @ (a @ x) to up to `left` outputs of few rows. */
-INLINE void expand_few(
-    const element *b, int64_t num_outputs, int64_t rank, const Factor *factors, int64_t stride,
-    element *const out[LORA_FEW], int64_t left, const int num_rows, const int num_vectors) {
-    floats sum[LORA_FEW][LORA_WIDE], of_b[LORA_WIDE];
-#pragma GCC unroll 4
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
-            load_outputs(out[r] + c * LANES, left - c * LANES, &sum[r][c]);
-    for (int64_t k = 0; k < rank; k += FACTOR_RANKS, b += FACTOR_RANKS * num_outputs) {
-#pragma GCC unroll 4
-        for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
-            load_block(b + c * LANES, num_outputs, rank - k, left - c * LANES, of_b + c);
-#pragma GCC unroll 4
-        for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 4
-            for (int c = 0; c < num_vectors; c++)
-                sum[r][c] = add_factor(sum[r][c], factors[r * stride + k / FACTOR_RANKS], of_b[c]);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < num_vectors; c += BLOCK_VECTORS)
-            store_outputs(out[r] + c * LANES, &sum[r][c], left - c * LANES);
+/* Keep in a register: gcc would load it for each product again. */
+#if defined __AVX__
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#else
+#define KEEP(vector)
+#endif
+
+#define UNROLLED _Pragma("GCC unroll 32")
+
+/* Sums [num_rows, num_vectors] of products with a matrix's columns: whole vectors of them, or `width` columns. */
+typedef struct {
+    int64_t stride, width; /* of the matrix, in elements */
+    int num_rows, num_vectors, is_whole;
+} Sums;
+
+/* Add row k of `m`, and with TOGETHER 2 the next, times these inputs of each row of `x`. */
+INLINE void add_inputs(
+    floats sum[][MOST_VECTORS], const element *m, const element *const x[], int64_t k, const Sums s,
+    const int num_inputs) {
+    floats columns[MOST_VECTORS];
+    UNROLLED for (int v = 0; v < s.num_vectors; v++)
+        columns[v] = load_columns(
+            m + k * s.stride + v * LANES, s.stride, s.is_whole ? LANES : s.width - v * LANES, num_inputs);
+    UNROLLED for (int v = 0; v < s.num_vectors; v++) KEEP(columns[v]);
+    UNROLLED for (int r = 0; r < s.num_rows; r++)
+        UNROLLED for (int v = 0; v < s.num_vectors; v++)
+            sum[r][v] = add_product(sum[r][v], columns[v], x[r] + k, num_inputs);
 }
 
-/* Add them to outputs [first, end) of few rows. Meanwhile, those of the next rows come to the first cache. */
-INLINE void expand_range(
-    const LoraPart *p, int64_t num_outputs, const Factor *factors, int64_t stride, element *const rows[LORA_FEW],
-    element *const next[LORA_FEW], int64_t first, int64_t end, const int num_rows) {
-    const element *b = p->b;
-    int64_t rank = p->rank, at = first;
-    element *out[LORA_FEW];
-    for (; at + LORA_WIDE * LANES <= end; at += LORA_WIDE * LANES) {
-#pragma GCC unroll 4
-        for (int r = 0; r < num_rows; r++) {
-            out[r] = rows[r] + at;
-            __builtin_prefetch(next[r] + at, 1), __builtin_prefetch(next[r] + at + PER_VECTOR, 1);
+INLINE void shrink_few(
+    const element *a, int64_t num_inputs, const element *const x[], element *const h[], const Sums s) {
+    floats sum[CHAINS][MOST_FEW][MOST_VECTORS];
+    UNROLLED for (int c = 0; c < CHAINS; c++)
+        UNROLLED for (int r = 0; r < s.num_rows; r++)
+            UNROLLED for (int v = 0; v < s.num_vectors; v++) sum[c][r][v] = (floats){0};
+    int64_t k = 0;
+    for (; k + CHAINS * TOGETHER <= num_inputs; k += CHAINS * TOGETHER)
+        UNROLLED for (int c = 0; c < CHAINS; c++) add_inputs(sum[c], a, x, k + c * TOGETHER, s, TOGETHER);
+    for (; k + TOGETHER <= num_inputs; k += TOGETHER) add_inputs(sum[0], a, x, k, s, TOGETHER);
+    if (k < num_inputs) add_inputs(sum[0], a, x, k, s, 1);
+    const floats one = (floats){0} + 1.0f; /* a compiler would change the order of plain additions */
+    UNROLLED for (int r = 0; r < s.num_rows; r++)
+        UNROLLED for (int v = 0; v < s.num_vectors; v++) {
+            UNROLLED for (int c = 1; c < CHAINS; c++) sum[0][r][v] = multiply_add(sum[0][r][v], sum[c][r][v], one);
+            store_elements(h[r] + v * LANES, sum[0][r][v], s.is_whole ? LANES : s.width - v * LANES);
         }
-        expand_few(b + at, num_outputs, rank, factors, stride, out, LORA_WIDE * LANES, num_rows, LORA_WIDE);
+}
+
+/* Calls for all numbers of rows. */
+#define EACH_FEW(call) \
+    case 1: call(1); break; \
+    case 2: call(2); break; \
+    case 3: call(3); break; \
+    case 4: call(4); break; \
+    case 5: call(5); break; \
+    case 6: call(6); break;
+
+/* Write a @ x for ranks from a's first column on: `width` of them, or LORA_RANKS if there are more. */
+static void shrink_rows(
+    const element *a, int64_t num_inputs, int64_t rank, int64_t width, const element *const x[], element *const h[],
+    int64_t num_rows) {
+#define SHRINK(rows, vectors, is_whole) shrink_few(a, num_inputs, x, h, (Sums){rank, width, rows, vectors, is_whole})
+#define SHRINK_WHOLE(rows) SHRINK(rows, RANK_VECTORS, 1)
+#define SHRINK_PART(rows) SHRINK(rows, RANK_VECTORS, 0)
+#define SHRINK_ONE(rows) SHRINK(rows, 1, 0)
+    if (width >= LORA_RANKS)
+        switch (num_rows) { EACH_FEW(SHRINK_WHOLE) }
+    else if (width > LANES)
+        switch (num_rows) { EACH_FEW(SHRINK_PART) }
+    else
+        switch (num_rows) { EACH_FEW(SHRINK_ONE) }
+}
+
+/* Return as many rows as a pass multiplies, at most `most`, so that all passes have about as many. */
+INLINE int64_t rows_of_pass(int64_t count, int64_t most) {
+    int64_t passes = (count + most - 1) / most;
+    return (count + passes - 1) / passes;
+}
+
+void shrink_lora(
+    const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, element *h, int64_t piece) {
+    int64_t per_part = pieces_of_part(s), first_rank = piece % per_part * LORA_RANKS;
+    int64_t tile = piece / per_part / s->num_parts, part = piece / per_part % s->num_parts;
+    if (g->slots[tile] < 0) return;
+    const LoraPart *p = parts_of_tile(s, g, tile) + part;
+    if (first_rank >= p->rank) return;
+    const int32_t *rows = g->rows + tile * LORA_TILE;
+    int64_t count = rows_of_tile(g, tile);
+    h += tile * LORA_TILE * lora_width(s) + part * s->max_rank + first_rank;
+    int64_t each = rows_of_pass(count, SHRINK_ROWS);
+    for (int64_t row = 0; row < count; row += each) {
+        int64_t few = count - row < each ? count - row : each;
+        const element *from[MOST_FEW];
+        element *products[MOST_FEW];
+        for (int64_t r = 0; r < few; r++) {
+            from[r] = x + rows[row + r] * x_stride;
+            products[r] = h + (row + r) * lora_width(s);
+        }
+        shrink_rows(p->a + first_rank, s->num_inputs, p->rank, p->rank - first_rank, from, products, few);
     }
-    for (; at < end; at += BLOCK_VECTORS * LANES) {
-        for (int r = 0; r < num_rows; r++) out[r] = rows[r] + at;
-        expand_few(b + at, num_outputs, rank, factors, stride, out, end - at, num_rows, BLOCK_VECTORS);
-    }
+}
+
+/* Add b @ h to float32 sums from `at` on, or to outputs, which are rounded. */
+INLINE void expand_few(
+    const element *b, int64_t rank, const element *const h[], void *const to[], int64_t at, const Sums s,
+    const int is_sums) {
+    floats sum[MOST_FEW][MOST_VECTORS];
+    UNROLLED for (int r = 0; r < s.num_rows; r++)
+        UNROLLED for (int v = 0; v < s.num_vectors; v++) {
+            int64_t first = at + v * LANES, count = s.is_whole ? LANES : s.width - v * LANES;
+            sum[r][v] = is_sums ? read_floats((float *)to[r] + first, count) : load_floats((element *)to[r] + first, count);
+        }
+    int64_t k = 0;
+    for (; k + TOGETHER <= rank; k += TOGETHER) add_inputs(sum, b + at, h, k, s, TOGETHER);
+    if (k < rank) add_inputs(sum, b + at, h, k, s, 1);
+    UNROLLED for (int r = 0; r < s.num_rows; r++)
+        UNROLLED for (int v = 0; v < s.num_vectors; v++) {
+            int64_t first = at + v * LANES, count = s.is_whole ? LANES : s.width - v * LANES;
+            if (is_sums)
+                store_floats((float *)to[r] + first, sum[r][v], count);
+            else
+                store_elements((element *)to[r] + first, sum[r][v], count);
+        }
+}
+
+INLINE void expand_range(
+    const element *b, int64_t num_outputs, int64_t rank, const element *const h[], void *const to[], int64_t at,
+    int64_t end, const int num_rows, const int is_sums) {
+    const int num_vectors = output_vectors(num_rows);
+    for (; at + num_vectors * LANES <= end; at += num_vectors * LANES)
+        expand_few(b, rank, h, to, at, (Sums){num_outputs, end - at, num_rows, num_vectors, 1}, is_sums);
+    for (; at < end; at += LANES)
+        expand_few(b, rank, h, to, at, (Sums){num_outputs, end - at, num_rows, 1, 0}, is_sums);
 }
 
 static void expand_rows(
-    const LoraPart *p, int64_t num_outputs, const Factor *factors, int64_t stride, element *const rows[LORA_FEW],
-    element *const next[LORA_FEW], int64_t first, int64_t end, int64_t num_rows) {
-    switch (num_rows) {
-        case 1: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 1); break;
-        case 2: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 2); break;
-        case 3: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 3); break;
-        case 4: expand_range(p, num_outputs, factors, stride, rows, next, first, end, 4); break;
+    const element *b, int64_t num_outputs, int64_t rank, const element *const h[], void *const to[], int64_t at,
+    int64_t end, int64_t num_rows, int is_sums) {
+#define TO_SUMS(rows) expand_range(b, num_outputs, rank, h, to, at, end, rows, 1)
+#define TO_OUTPUTS(rows) expand_range(b, num_outputs, rank, h, to, at, end, rows, 0)
+    if (is_sums)
+        switch (num_rows) { EACH_FEW(TO_SUMS) }
+    else
+        switch (num_rows) { EACH_FEW(TO_OUTPUTS) }
+}
+
+/* Outputs [first, end) of rows [first_row, end_row): their sums, or all outputs of all rows. */
+typedef struct {
+    float *sums; /* [end_row - first_row, stride], of outputs from `first` on; or NULL */
+    element *out;
+    int64_t stride, first_row, end_row, first, end;
+} Expansion;
+
+static void expand_tile(const LoraStack *s, const LoraGroups *g, const element *h, int64_t tile, const Expansion e) {
+    if (g->slots[tile] < 0) return;
+    const int32_t *rows = g->rows + tile * LORA_TILE;
+    int64_t index = 0, end = rows_of_tile(g, tile), begin = 0;
+    while (index < end && rows[index] < e.first_row) index++;
+    while (index < end && rows[end - 1] >= e.end_row) end--;
+    for (int64_t part = 0; part < s->num_parts; begin = s->ends[part++]) {
+        const LoraPart *p = parts_of_tile(s, g, tile) + part;
+        int64_t from = e.first > begin ? e.first : begin, to = e.end < s->ends[part] ? e.end : s->ends[part];
+        if (!p->rank || from >= to) continue;
+        int64_t each = rows_of_pass(end - index, MOST_FEW);
+        for (int64_t i = index; i < end; i += each) {
+            int64_t few = end - i < each ? end - i : each;
+            const element *of_row[MOST_FEW];
+            void *outputs[MOST_FEW];
+            for (int64_t r = 0; r < few; r++) {
+                int64_t row = rows[i + r];
+                of_row[r] = h + (tile * LORA_TILE + i + r) * lora_width(s) + part * s->max_rank;
+                outputs[r] = e.sums ? (void *)(e.sums + (row - e.first_row) * e.stride + begin - e.first)
+                                    : (void *)(e.out + row * e.stride + begin);
+            }
+            expand_rows(
+                p->b, s->ends[part] - begin, p->rank, of_row, outputs, from - begin, to - begin, few, e.sums != NULL);
+        }
     }
 }
 
-INLINE void expand_part(
-    const LoraPart *p, int64_t num_outputs, const float *h, int64_t h_stride, const int32_t *rows, int64_t count,
-    element *out, int64_t out_stride, int64_t first, int64_t end) {
-    int64_t stride = p->rank + LANES; /* room for the last store, of a whole vector */
-    Factor factors[LORA_FEW * stride];
-    for (int64_t row = 0; row < count; row += LORA_FEW) {
-        int64_t few = count - row < LORA_FEW ? count - row : LORA_FEW;
-        element *of_row[LORA_FEW], *of_next[LORA_FEW];
-        for (int64_t r = 0; r < few; r++) {
-            load_factors(h + (row + r) * h_stride, p->rank, factors + r * stride);
-            of_row[r] = out + rows[row + r] * out_stride;
-            of_next[r] = row + LORA_FEW + r < count ? out + rows[row + LORA_FEW + r] * out_stride : of_row[r];
-        }
-        expand_rows(p, num_outputs, factors, stride, of_row, of_next, first, end, few);
-    }
+void add_to_sums(
+    const LoraStack *s, const LoraGroups *g, const element *h, float *sums, int64_t stride, int64_t first_row,
+    int64_t num_rows, int64_t first, int64_t end) {
+    Expansion e = {sums, NULL, stride, first_row, first_row + num_rows, first, end};
+    for (int64_t tile = 0; tile < g->num_tiles; tile++) expand_tile(s, g, h, tile, e);
 }
 
 void expand_lora(
-    const LoraStack *s, const LoraGroups *g, const float *h, element *out, int64_t out_stride, int64_t tile,
+    const LoraStack *s, const LoraGroups *g, const element *h, element *out, int64_t out_stride, int64_t tile,
     int64_t first, int64_t end) {
-    if (g->slots[tile] < 0) return;
-    const LoraPart *parts = parts_of_tile(s, g, tile);
-    h += tile * LORA_TILE * lora_width(s);
-    for (int64_t part = 0, begin = 0; part < s->num_parts; begin = s->ends[part++]) {
-        int64_t from = first > begin ? first : begin, to = end < s->ends[part] ? end : s->ends[part];
-        if (parts[part].rank && from < to)
-            expand_part(
-                parts + part, s->ends[part] - begin, h + part * s->max_rank, lora_width(s), g->rows + tile * LORA_TILE,
-                rows_of_tile(g, tile), out + begin, out_stride, from - begin, to - begin);
-    }
+    expand_tile(s, g, h, tile, (Expansion){NULL, out, out_stride, 0, INT64_MAX, first, end});
 }
 
 API void add_lora(
     const LoraStack *s, const LoraGroups *groups, const element *x, /* [num_rows, num_inputs] */
     element *out,                                                   /* [num_rows, num_outputs] */
-    float *h, int64_t x_stride, int64_t out_stride, int32_t num_threads) {
+    element *h, int64_t x_stride, int64_t out_stride, int32_t num_threads) {
     LoraGroups filled = filled_tiles(groups), *g = &filled;
     int64_t num_outputs = s->ends[s->num_parts - 1], width = MOST_OUTPUTS;
     /* Wide pieces read rows in order; narrower ones give every thread enough of them. */

@@ -3,16 +3,10 @@
 
 #include "lanes.h"
 
-/* LORA_FEW rows by LORA_RANKS vectors of sums, or LORA_WIDE vectors of outputs, stay in registers. */
-enum { LORA_TILE = 16 /* rows of one adapter */, PER_VECTOR = VECTOR_BYTES / sizeof(element) };
-#if defined __AVX512F__
-enum { LORA_FEW = 4, LORA_RANKS = 4, LORA_WIDE = 4 };
-#else
-enum { LORA_FEW = 4, LORA_RANKS = 2, LORA_WIDE = 2 };
-#endif
+enum { LORA_TILE = 16 /* rows of one adapter */, LORA_RANKS = 16 /* of a piece of a @ x */ };
 
 typedef struct {
-    const element *a; /* [rank, num_inputs] */
+    const element *a; /* [num_inputs, rank] */
     const element *b; /* [rank, outputs of the part] */
     int64_t rank;     /* 0: the part has no adapter */
 } LoraPart;
@@ -23,14 +17,12 @@ typedef struct {
     int64_t num_parts, num_inputs, max_rank;
 } LoraStack;
 
-/* Rows with adapters in tiles; a tile's rows come first. */
+/* Rows with adapters in tiles; a tile's rows come first, in order. */
 typedef struct {
     const int32_t *rows;  /* [num_tiles, LORA_TILE]; negative: padding */
     const int32_t *slots; /* [num_tiles]; negative: an empty tile */
     int64_t num_tiles;
 } LoraGroups;
-
-typedef uint16_t bfloats __attribute__((vector_size(2 * LANES), aligned(2)));
 
 /* Leave out empty tiles at the end, which would make the shares of threads uneven. */
 INLINE LoraGroups filled_tiles(const LoraGroups *g) {
@@ -53,24 +45,26 @@ INLINE const LoraPart *parts_of_tile(const LoraStack *s, const LoraGroups *g, in
 /* Return whether a tile's rows have the adapter of the tile before it. */
 INLINE int repeats_slot(const LoraGroups *g, int64_t tile) { return tile > 0 && g->slots[tile] == g->slots[tile - 1]; }
 
-/* Products of up to LORA_RANKS ranks are a piece of work. */
+/* Products a @ x of a tile's rows and up to LORA_RANKS ranks are a piece of work. */
 INLINE int64_t pieces_of_part(const LoraStack *s) { return (s->max_rank + LORA_RANKS - 1) / LORA_RANKS; }
 
-INLINE int64_t pieces_of_tile(const LoraStack *s) { return s->num_parts * pieces_of_part(s); }
-
-INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) { return g->num_tiles * pieces_of_tile(s); }
+INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) {
+    return g->num_tiles * s->num_parts * pieces_of_part(s);
+}
 
 /* Room for a @ x: [num_tiles, LORA_TILE, num_parts, max_rank]. */
 INLINE int64_t lora_width(const LoraStack *s) { return s->num_parts * s->max_rank; }
 
-/* Return the matrix of a piece, LORA_RANKS rows of a; NULL if there is none. */
-const element *shrink_matrix(const LoraStack *s, const LoraGroups *g, int64_t piece);
-
-/* Write a piece of a @ x to `h`. */
+/* Write a piece of a @ x to `h`, rounded to elements, as PEFT does. */
 void shrink_lora(
-    const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, float *h, int64_t piece);
+    const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, element *h, int64_t piece);
 
-/* Add b @ h of a tile's rows to outputs [first, end). */
+/* Add b @ h of a tile's rows to outputs [first, end) of `out` [num_rows, out_stride]. */
 void expand_lora(
-    const LoraStack *s, const LoraGroups *g, const float *h, element *out, int64_t out_stride, int64_t tile,
+    const LoraStack *s, const LoraGroups *g, const element *h, element *out, int64_t out_stride, int64_t tile,
     int64_t first, int64_t end);
+
+/* Add b @ h to the sums [num_rows, stride] of outputs [first, end) of rows from `first_row` on. */
+void add_to_sums(
+    const LoraStack *s, const LoraGroups *g, const element *h, float *sums, int64_t stride, int64_t first_row,
+    int64_t num_rows, int64_t first, int64_t end);

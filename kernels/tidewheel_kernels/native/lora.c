@@ -9,7 +9,10 @@ enum { SHARES = 8 /* of a thread */, LEAST_OUTPUTS = 256, MOST_OUTPUTS = 1024 /*
 enum { RANK_VECTORS = LORA_RANKS / LANES, MOST_VECTORS = 4, MOST_FEW = 6 };
 #if defined __AVX512F__
 enum { CHAINS = 4, SHRINK_ROWS = 6 };
-INLINE int output_vectors(int num_rows) { return (void)num_rows, 4; }
+INLINE int output_vectors(int num_rows) {
+    (void)num_rows;
+    return 4;
+}
 #else
 enum { CHAINS = 2, SHRINK_ROWS = 3 };
 INLINE int output_vectors(int num_rows) { return num_rows > 3 ? 2 : 4; }
@@ -194,21 +197,21 @@ static void shrink_rows(
         switch (num_rows) { EACH_FEW(SHRINK_ONE) }
 }
 
-/* Return as many rows as a pass multiplies, at most `most`, so that all passes have about as many. */
+/* Return how many of `count` rows, at least one, a pass multiplies: at most `most`, and about as many in each. */
 INLINE int64_t rows_of_pass(int64_t count, int64_t most) {
-    int64_t passes = (count + most - 1) / most;
-    return (count + passes - 1) / passes;
+    int64_t num_passes = (count + most - 1) / most;
+    return (count + num_passes - 1) / num_passes;
 }
 
 void shrink_lora(
     const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, element *h, int64_t piece) {
     int64_t per_part = pieces_of_part(s), first_rank = piece % per_part * LORA_RANKS;
     int64_t tile = piece / per_part / s->num_parts, part = piece / per_part % s->num_parts;
-    if (g->slots[tile] < 0) return;
+    int64_t count = rows_of_tile(g, tile);
+    if (g->slots[tile] < 0 || count == 0) return;
     const LoraPart *p = parts_of_tile(s, g, tile) + part;
     if (first_rank >= p->rank) return;
     const int32_t *rows = g->rows + tile * LORA_TILE;
-    int64_t count = rows_of_tile(g, tile);
     h += tile * LORA_TILE * lora_width(s) + part * s->max_rank + first_rank;
     int64_t each = rows_of_pass(count, SHRINK_ROWS);
     for (int64_t row = 0; row < count; row += each) {
@@ -223,7 +226,7 @@ void shrink_lora(
     }
 }
 
-/* Add b @ h to float32 sums from `at` on, or to outputs, which are rounded. */
+/* Add b @ h from output `at` on: to float32 sums, or to elements, which are rounded. */
 INLINE void expand_few(
     const element *b, int64_t rank, const element *const h[], void *const to[], int64_t at, const Sums s,
     const int is_sums) {
@@ -267,10 +270,10 @@ static void expand_rows(
         switch (num_rows) { EACH_FEW(TO_OUTPUTS) }
 }
 
-/* Outputs [first, end) of rows [first_row, end_row): their sums, or all outputs of all rows. */
+/* Where b @ h of rows [first_row, end_row) is added, for outputs [first, end). */
 typedef struct {
-    float *sums; /* [end_row - first_row, stride], of outputs from `first` on; or NULL */
-    element *out;
+    float *sums;  /* [end_row - first_row, stride], of outputs from `first` on; or NULL */
+    element *out; /* [rows, stride], all of them and all outputs; or NULL */
     int64_t stride, first_row, end_row, first, end;
 } Expansion;
 
@@ -280,11 +283,12 @@ static void expand_tile(const LoraStack *s, const LoraGroups *g, const element *
     int64_t index = 0, end = rows_of_tile(g, tile), begin = 0;
     while (index < end && rows[index] < e.first_row) index++;
     while (index < end && rows[end - 1] >= e.end_row) end--;
+    if (index == end) return;
+    int64_t each = rows_of_pass(end - index, MOST_FEW);
     for (int64_t part = 0; part < s->num_parts; begin = s->ends[part++]) {
         const LoraPart *p = parts_of_tile(s, g, tile) + part;
         int64_t from = e.first > begin ? e.first : begin, to = e.end < s->ends[part] ? e.end : s->ends[part];
         if (!p->rank || from >= to) continue;
-        int64_t each = rows_of_pass(end - index, MOST_FEW);
         for (int64_t i = index; i < end; i += each) {
             int64_t few = end - i < each ? end - i : each;
             const element *of_row[MOST_FEW];

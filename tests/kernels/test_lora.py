@@ -248,6 +248,8 @@ def test_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
             add_lora(*wrong, stack, grouped(slots))
     with pytest.raises(TypeError, match=r"a native kernel for torch\.bfloat16 was given torch\.float32"):
         add_lora_native(out.bfloat16(), x.bfloat16(), stack, grouped(slots))
+    with pytest.raises(TypeError, match="reads a HostLoraStack"):
+        add_lora_native(out, x, StaticLoraStack(stack.sizes, stack.dtype, stack.device), grouped(slots))
     with pytest.raises(TypeError, match="read a StaticLoraStack"):
         add_lora_triton(out, x, stack, grouped(slots))
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "add_lora=reference")

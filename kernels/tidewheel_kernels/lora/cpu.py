@@ -63,11 +63,12 @@ def _bound(groups: LoraGroups, width: int) -> _Bound:
 
 
 def add_lora_native(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, groups: LoraGroups) -> None:
-    stack_at = stack_address(stack, x.dtype)
-    if stack_at is None:
+    if not isinstance(stack, HostLoraStack):
+        raise TypeError("the C kernel reads a HostLoraStack: make it while that kernel is chosen")
+    if stack.dtype != x.dtype:
         raise mixed_dtypes(x.dtype, torch.empty(0, dtype=stack.dtype))
     bound = _bound(groups, stack.width)
     _add_lora[x.dtype](
-        stack_at, bound.address, x.data_ptr(), out.data_ptr(), bound.products_address, x.stride(0), out.stride(0),
-        torch.get_num_threads(),
+        stack.address, bound.address, x.data_ptr(), out.data_ptr(), bound.products_address,
+        x.stride(0), out.stride(0), torch.get_num_threads(),
     )  # fmt: skip

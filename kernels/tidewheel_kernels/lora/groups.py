@@ -15,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class LoraGroups(NamedTuple):
-    """Tokens with adapters. A tile's tokens come first, then padding; tiles of one slot are neighbours."""
+    """Tokens with adapters. A tile's tokens ascend, then comes padding; tiles of one slot are neighbours."""
 
     tokens: torch.Tensor  # [num_tiles * TILE] int32; negative: padding
     slots: torch.Tensor  # [num_tiles] int32; negative: an empty tile

@@ -42,13 +42,13 @@ class LoraStack(ABC):
         if not 0 < len(sizes.part_sizes) <= MAX_PARTS:
             raise ValueError(f"a layer has up to {MAX_PARTS} parts, got {len(sizes.part_sizes)}")
         self.sizes, self.dtype, self.device = sizes, dtype, device
-        self.width = len(sizes.part_sizes) * sizes.max_rank  # floats of one token's `a @ x` of all parts
+        self.width = len(sizes.part_sizes) * sizes.max_rank  # elements of one token's `a @ x` of all parts
 
     def set(self, slot: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """Give a slot an adapter's `LoraMatrices` by part, None where it has none.
 
         Tensors are on the host (pinned: a copy to the device does not wait) or on the device. A host stack keeps
-        transposes of contiguous tensors, which its kernel reads, and copies others.
+        tensors whose transposes are contiguous, as its kernel reads them, and copies others.
         """
         sizes = self.sizes
         if len(parts) != len(sizes.part_sizes):

@@ -26,9 +26,6 @@ typedef struct {
     int64_t num_passes, part_inputs;
 } Passes;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 /* The passes for at most MOST_ROWS rows by at most WIDE vectors. */
 INLINE Passes passes_of(int64_t num_rows, int64_t num_vectors) {
     int64_t row_passes = ceil_div(num_rows, FEW), rows_each = ceil_div(num_rows, row_passes);
@@ -71,9 +68,6 @@ INLINE floats add_products(floats sum, ints weights, const element *x) {
 typedef struct {
     int64_t first, end, pass, num_passes;
 } Part;
-
-/* gcc keeps arrays of sums in registers only if loops over them are unrolled. */
-#define UNROLLED _Pragma("GCC unroll 8")
 
 /* Add the products of a part to `total`. The first pass fetches weights ahead; or, if passes share fetches, each
    fetches some of the next part. */
@@ -137,8 +131,9 @@ INLINE void multiply_any_few(
     }
 }
 
-/* What a product with adapters does besides. */
+/* Callbacks of a product with adapters. */
 typedef struct Extras {
+    /* Add to the sums of a block of `num_rows` rows from `row` on. */
     void (*add_to_sums)(struct Extras *, float total[][WIDE_OUTPUTS], int64_t row, int64_t num_rows);
     void (*fetch_some)(struct Extras *); /* between passes, most of which leave memory idle; or NULL */
 } Extras;

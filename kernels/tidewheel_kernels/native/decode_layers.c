@@ -53,7 +53,7 @@ typedef struct {
     int32_t *starts;
     const LoraGroups *lora_groups;       /* or NULL: no row has an adapter */
     const LoraStack *const *lora_stacks; /* [num_layers, LINEARS], with groups; NULL: the product has no adapters */
-    element *lora_products;               /* as of `shrink_lora` */
+    element *lora_products;              /* `h` of `shrink_lora` */
     int64_t num_rows, table_stride, block_size, scales_at, k_block_stride, v_block_stride;
     int32_t num_threads;
 } Step;
@@ -80,11 +80,10 @@ INLINE const LoraStack *stack_of(const Step *s, int64_t layer, int linear) {
 
 /* Add the adapters of all rows to a tile's outputs. */
 static void add_adapters(const Step *s, const LoraStack *stack, int64_t num_outputs, element *out, int64_t tile) {
-    int64_t first = tile * TILE_OUTPUTS, end = first + TILE_OUTPUTS;
-    for (int64_t rows = 0; rows < s->lora_groups->num_tiles; rows++)
+    int64_t first = tile * TILE_OUTPUTS;
+    for (int64_t row_tile = 0; row_tile < s->lora_groups->num_tiles; row_tile++)
         expand_lora(
-            stack, s->lora_groups, s->lora_products, out, num_outputs, rows, first,
-            end < num_outputs ? end : num_outputs);
+            stack, s->lora_groups, s->lora_products, out, num_outputs, row_tile, first, first + TILE_OUTPUTS);
 }
 
 INLINE LoraExtras extras_of(const Step *s, int64_t layer, int linear, int64_t tile) {

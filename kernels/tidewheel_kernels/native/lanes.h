@@ -16,6 +16,12 @@ enum { LANES = 8 };
 enum { VECTOR_BYTES = 4 * LANES };
 enum { L2 = 2 }; /* locality of a prefetch: fetching into the first cache holds up other loads */
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* gcc keeps arrays of sums in registers only if loops over them are unrolled. */
+#define UNROLLED _Pragma("GCC unroll 8")
+
 typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 typedef float floats __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 

@@ -6,8 +6,8 @@
 enum { LORA_TILE = 16 /* rows of one adapter */, LORA_RANKS = 16 /* of a piece of a @ x */ };
 
 typedef struct {
-    const element *a; /* [num_inputs, rank] */
-    const element *b; /* [rank, outputs of the part] */
+    const element *a; /* transposed: [num_inputs, rank] */
+    const element *b; /* transposed: [rank, outputs of the part] */
     int64_t rank;     /* 0: the part has no adapter */
 } LoraPart;
 
@@ -17,7 +17,7 @@ typedef struct {
     int64_t num_parts, num_inputs, max_rank;
 } LoraStack;
 
-/* Rows with adapters in tiles; a tile's rows come first, in order. */
+/* Rows with adapters in tiles. A tile's rows come first, in ascending order; filled tiles come before empty ones. */
 typedef struct {
     const int32_t *rows;  /* [num_tiles, LORA_TILE]; negative: padding */
     const int32_t *slots; /* [num_tiles]; negative: an empty tile */
@@ -46,13 +46,13 @@ INLINE const LoraPart *parts_of_tile(const LoraStack *s, const LoraGroups *g, in
 INLINE int repeats_slot(const LoraGroups *g, int64_t tile) { return tile > 0 && g->slots[tile] == g->slots[tile - 1]; }
 
 /* Products a @ x of a tile's rows and up to LORA_RANKS ranks are a piece of work. */
-INLINE int64_t pieces_of_part(const LoraStack *s) { return (s->max_rank + LORA_RANKS - 1) / LORA_RANKS; }
+INLINE int64_t pieces_of_part(const LoraStack *s) { return ceil_div(s->max_rank, LORA_RANKS); }
 
 INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) {
     return g->num_tiles * s->num_parts * pieces_of_part(s);
 }
 
-/* Room for a @ x: [num_tiles, LORA_TILE, num_parts, max_rank]. */
+/* Elements of a row of a @ x, which is [num_tiles, LORA_TILE, num_parts, max_rank]. */
 INLINE int64_t lora_width(const LoraStack *s) { return s->num_parts * s->max_rank; }
 
 /* Write a piece of a @ x to `h`, rounded to elements, as PEFT does. */
@@ -65,6 +65,6 @@ void expand_lora(
     int64_t first, int64_t end);
 
 /* Add b @ h to the sums [num_rows, stride] of outputs [first, end) of rows from `first_row` on. */
-void add_to_sums(
+void expand_lora_to_sums(
     const LoraStack *s, const LoraGroups *g, const element *h, float *sums, int64_t stride, int64_t first_row,
     int64_t num_rows, int64_t first, int64_t end);

@@ -1,13 +1,13 @@
-/* What a product with adapters does besides: it adds their products to its sums, before these are rounded, and fetches
-   their matrices meanwhile. With many adapters, a step reads as many bytes of them as of the base, and multiplies with
-   few of its rows. */
+/* Callbacks of a product with adapters: they add the adapters' products to its sums, before these are rounded, and fetch
+   their matrices meanwhile. With many adapters, a step reads as many bytes of them as of the base, and each multiplies
+   few rows. */
 #pragma once
 
 #include "blocked_products.h"
 #include "lora.h"
 #include "team.h"
 
-/* It fetches b for the outputs of its tile, then the tile's share of matrices a of the product that follows. */
+/* State of a tile of outputs. Fetched are b for these outputs, then the tile's share of a for the product that follows. */
 typedef struct {
     Extras extras;
     const LoraGroups *groups;
@@ -16,13 +16,13 @@ typedef struct {
     int64_t part, first, width;         /* of the outputs */
     const char *at, *end;               /* of the range that is being fetched */
     int64_t length, stride, num_more;   /* `num_more` more ranges of `length` bytes, `stride` apart */
-    int64_t row_tile, next, last;       /* the tile of the next b; the next a and the last, by tile and part */
+    int64_t row_tile, next_a, end_of_a; /* the tile of the next b; numbers of a, by tile of rows and part */
     int64_t num_lines;                  /* that a call fetches */
 } LoraExtras;
 
 enum { SHARING_ROWS = 32 };
 
-/* Return whether fetches save more time than they take: not where SHARING_ROWS rows of a step come to an adapter. */
+/* Return whether fetches save more time than they take: not with SHARING_ROWS or more rows for each adapter. */
 INLINE int fetches_pay(const LoraGroups *g, int64_t num_rows) {
     int64_t num_adapters = 0;
     for (int64_t tile = 0; tile < g->num_tiles; tile++) num_adapters += !repeats_slot(g, tile);
@@ -46,8 +46,8 @@ static __attribute__((noinline)) int next_matrix(LoraExtras *f) {
         begin_ranges(f, p->b + f->first - begin, f->width, num_outputs, p->rank);
         return 1;
     }
-    while (f->next < f->last) {
-        int64_t row_tile = f->next / f->following->num_parts, part = f->next++ % f->following->num_parts;
+    while (f->next_a < f->end_of_a) {
+        int64_t row_tile = f->next_a / f->following->num_parts, part = f->next_a++ % f->following->num_parts;
         if (repeats_slot(f->groups, row_tile)) continue;
         const LoraPart *p = parts_of_tile(f->following, f->groups, row_tile) + part;
         if (!p->rank) continue;
@@ -79,7 +79,7 @@ static void fetch_lora(Extras *extras) {
 static void add_lora_sums(Extras *extras, float total[][WIDE_OUTPUTS], int64_t row, int64_t num_rows) {
     const LoraExtras *f = (const LoraExtras *)extras;
     if (f->stack)
-        add_to_sums(f->stack, f->groups, f->products, *total, WIDE_OUTPUTS, row, num_rows, f->first, f->first + f->width);
+        expand_lora_to_sums(f->stack, f->groups, f->products, *total, WIDE_OUTPUTS, row, num_rows, f->first, f->first + f->width);
 }
 
 INLINE LoraExtras lora_extras(
@@ -104,8 +104,8 @@ INLINE LoraExtras lora_extras(
     }
     if (following) {
         int64_t matrices = g->num_tiles * following->num_parts, num_tiles = blocked_tiles(w);
-        f.next = matrices * tile / num_tiles, f.last = matrices * (tile + 1) / num_tiles;
-        num_bytes += (f.last - f.next) * following->max_rank * following->num_inputs * sizeof(element);
+        f.next_a = matrices * tile / num_tiles, f.end_of_a = matrices * (tile + 1) / num_tiles;
+        num_bytes += (f.end_of_a - f.next_a) * following->max_rank * following->num_inputs * sizeof(element);
     }
     f.num_lines = num_bytes / LINE_BYTES / num_calls + 1;
     return f;

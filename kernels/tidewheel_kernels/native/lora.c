@@ -74,6 +74,16 @@ INLINE floats load_elements(const element *from, int64_t count) {
 #endif
 }
 
+#if defined ELEMENT_BFLOAT16
+/* As `round_to_element`. */
+INLINE bfloats round_all(floats values) {
+    typedef uint32_t bits_of __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+    bits_of bits = (bits_of)values, is_number = (bits_of)(values == values);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector((bits & is_number) | (0x7fc0 & ~is_number), bfloats);
+}
+#endif
+
 /* Store up to LANES elements. */
 INLINE void store_elements(element *to, floats values, int64_t count) {
 #if defined ELEMENT_FLOAT32
@@ -81,17 +91,11 @@ INLINE void store_elements(element *to, floats values, int64_t count) {
 #elif defined __AVX512BF16__ /* makes zeros of denormals */
     _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)_mm512_cvtneps_pbh((__m512)values));
 #else
-#if defined __AVX512F__
-    if (count >= LANES) {
-        __m512i bits = (__m512i)values;
-        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-        bits = _mm512_mask_set1_epi32(bits, _mm512_cmp_ps_mask((__m512)values, (__m512)values, _CMP_UNORD_Q), 0x7fc0);
-        _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(bits));
-        return;
-    }
-#endif
-    for (int i = 0; i < LANES && i < count; i++) to[i] = round_to_element(values[i]);
+    bfloats rounded = round_all(values);
+    if (count >= LANES)
+        memcpy(to, &rounded, sizeof rounded);
+    else
+        memcpy(to, &rounded, count * sizeof *to);
 #endif
 }
 

@@ -11,6 +11,7 @@ import pytest
 from tidewheel_kernels.native import library
 from tidewheel_kernels.native.library import NativeKernel
 
+LIMIT_S = 280  # of a compiler beside other tests, below the limit of a test
 # Compiler's flags by name of a processor, with the CPU flag that it needs.
 PROCESSORS = {
     "plain": ("-march=x86-64", "sse2"),
@@ -34,6 +35,7 @@ def compiled_for(processor: str, folder: Path, kernel: NativeKernel) -> Iterator
     compiler.write_text(f'#!/bin/sh\nexec {library.find_compiler({})} "$@" {flags}\n')
     compiler.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "TIMEOUT_S", LIMIT_S)
         patch.setenv("CC", str(compiler))
         patch.setenv("XDG_CACHE_HOME", str(folder))
         _forget(kernel)

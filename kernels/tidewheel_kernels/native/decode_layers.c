@@ -250,7 +250,7 @@ INLINE void run(const Step *s, Stage *stage, Job job, int64_t layer, int64_t tot
     finish_stage(stage, count, total);
 }
 
-/* Compute the products of a layer's matrix and of its adapters, a stage each. */
+/* Compute a @ x of a layer's adapters, then the products of its matrix with theirs added: a stage each. */
 INLINE void run_product(const Step *s, Stage *stages, Job shrink, Job multiply, int64_t layer, int linear) {
     const LoraStack *stack = stack_of(s, layer, linear);
     if (stack) run(s, stages, shrink, layer, shrink_pieces(stack, s->lora_groups));

@@ -288,8 +288,9 @@ static void expand_part(
     int64_t end, const Expansion e) {
     const LoraPart *p = parts_of_tile(s, g, tile) + part;
     int64_t from = e.first > begin ? e.first : begin, to = least(e.end, s->ends[part]);
+    if (!p->rank || from >= to) return;
     int64_t each = rows_of_pass(end - first, MOST_FEW);
-    for (int64_t index = first; p->rank && from < to && index < end; index += each) {
+    for (int64_t index = first; index < end; index += each) {
         int64_t few = least(each, end - index);
         const element *products[MOST_FEW];
         void *outputs[MOST_FEW];
@@ -299,7 +300,8 @@ static void expand_part(
             outputs[r] = e.sums ? (void *)(e.sums + (row - e.first_row) * e.stride + from - e.first)
                                 : (void *)(e.out + row * e.stride + from);
         }
-        expand_rows(p->b + from - begin, s->ends[part] - begin, p->rank, products, outputs, to - from, few, e.sums != NULL);
+        expand_rows(
+            p->b + from - begin, s->ends[part] - begin, p->rank, products, outputs, to - from, few, e.sums != NULL);
     }
 }
 

@@ -79,7 +79,8 @@ static void fetch_lora(Extras *extras) {
 static void add_lora_sums(Extras *extras, float total[][WIDE_OUTPUTS], int64_t row, int64_t num_rows) {
     const LoraExtras *f = (const LoraExtras *)extras;
     if (f->stack)
-        expand_lora_to_sums(f->stack, f->groups, f->products, *total, WIDE_OUTPUTS, row, num_rows, f->first, f->first + f->width);
+        expand_lora_to_sums(
+            f->stack, f->groups, f->products, *total, WIDE_OUTPUTS, row, num_rows, f->first, f->first + f->width);
 }
 
 INLINE LoraExtras lora_extras(

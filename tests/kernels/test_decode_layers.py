@@ -151,6 +151,9 @@ def check(
     x = torch.randn(len(seq_lens), HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = by_operations(of, x, batch, positions, caches[0], lora)
     residual = layers.run(x, positions, batch.meta, caches[1], lora.groups)
+    if lora is NO_ADAPTERS and all(isinstance(linear.weights, LaneWeights) for linear in of.layers[0].linears):
+        # Steps of more rows take single operations: as inputs are rounded to 8 bits, a last bit changes tokens.
+        assert torch.equal(expected[0], x) and torch.equal(expected[1], residual)
     for name, wanted, got in zip(("output", "residual"), expected, (x, residual), strict=True):
         assert_close(name, wanted, got, 4 * RATIO[dtype] * (1 if dtype == torch.bfloat16 else 100))
     for pair in zip(*caches, strict=True):

@@ -4,7 +4,7 @@
 
 #include "blocked_products.h"
 #include "context.h"
-#include "grouped_products.h"
+#include "grouped_matrix.h"
 #include "lora.h"
 #include "lora_extras.h"
 #include "rows.h"
@@ -67,11 +67,10 @@ INLINE Rows rounded_rows(const Step *s, int64_t num_groups) {
 /* Round inputs [first, first + count) of a row for a product with grouped weights. */
 INLINE void round_inputs(
     const Step *s, const Linear *linear, const element *row, int64_t index, int64_t first, int64_t count) {
-    if (!linear->grouped) return;
-    int64_t num_groups = linear->grouped->num_inputs / GROUP;
-    Rows rows = rounded_rows(s, num_groups);
-    for (int64_t at = first; at < first + count; at += GROUP)
-        round_group(row + at, rows, index * num_groups + at / GROUP, *linear->grouped);
+    const Matrix *w = linear->grouped;
+    if (!w) return;
+    int64_t num_groups = w->num_inputs / GROUP;
+    round_groups(row + first, rounded_rows(s, num_groups), index * num_groups + first / GROUP, count / GROUP, w);
 }
 
 INLINE const LoraStack *stack_of(const Step *s, int64_t layer, int linear) {
@@ -100,10 +99,7 @@ static __attribute__((noinline)) void multiply_tile_of(
     const Linear *l = &s->model->layers[layer].linears[linear];
     if (l->grouped) {
         Rows rows = rounded_rows(s, l->grouped->num_inputs / GROUP);
-        if (l->grouped->bits == 8)
-            multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 8);
-        else
-            multiply_outputs(*l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS, 4);
+        multiply_outputs(l->grouped, rows, l->bias, out, s->num_rows, tile * TILE_OUTPUTS);
         const LoraStack *stack = stack_of(s, layer, linear);
         if (stack) add_adapters(s, stack, l->grouped->num_outputs, out, tile);
     } else {

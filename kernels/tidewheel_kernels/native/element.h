@@ -8,6 +8,8 @@
 
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+/* Of a function that several files call: its copies might order sums differently, and so round differently. */
+#define COMPILED_ONCE __attribute__((noinline, noclone))
 
 #define LOWEST -1e30f /* below every logit, but finite: differences are not NaN */
 #define LEAST 0x1p-100f /* magnitude whose reciprocal is finite */

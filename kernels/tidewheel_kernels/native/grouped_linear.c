@@ -1,31 +1,37 @@
 /* Product of rows with weights of 4 or 8 bits. */
 #include "grouped_products.h"
 
+void round_groups(const element *from, Rows x, int64_t at, int64_t count, const Matrix *w) {
+    for (int64_t group = 0; group < count; group++) round_group(from + group * GROUP, x, at + group, *w);
+}
+
+void multiply_outputs(const Matrix *w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first) {
+    if (w->bits == 8)
+        multiply_outputs_of(*w, x, bias, out, num_rows, first, 8);
+    else
+        multiply_outputs_of(*w, x, bias, out, num_rows, first, 4);
+}
+
 API void grouped_linear(
-    const Matrix *matrix, const element *x, /* [num_rows, num_inputs] */
-    const element *bias,                    /* [num_outputs]; or NULL */
-    element *out,                           /* [num_rows, num_outputs] */
-    float *scratch,                         /* for `Rows`: 44 bytes a group */
+    const Matrix *w, const element *x, /* [num_rows, num_inputs] */
+    const element *bias,               /* [num_outputs]; or NULL */
+    element *out,                      /* [num_rows, num_outputs] */
+    float *scratch,                    /* for `Rows`: 44 bytes a group */
     int64_t num_rows, int64_t x_stride, int32_t num_threads) {
-    Matrix w = *matrix;
-    int64_t num_groups = w.num_inputs / GROUP, num_tiles = (w.num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    int64_t num_groups = w->num_inputs / GROUP, num_tiles = (w->num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
     int64_t size = num_rows * num_groups;
     Rows rows = {(int8_t *)(scratch + 3 * size), scratch, scratch + size, (int32_t *)scratch + 2 * size, num_groups};
     int64_t share = num_tiles / (num_threads * SHARES) + 1; /* small, so that a late thread holds nobody up */
     int shares_rounding = num_threads > 1 && num_rows >= MIN_ROWS_TO_SHARE;
-#pragma omp parallel for collapse(2) num_threads(num_threads) if (shares_rounding)
+#pragma omp parallel for num_threads(num_threads) if (shares_rounding)
     for (int64_t row = 0; row < num_rows; row++)
-        for (int64_t group = 0; group < num_groups; group++)
-            round_group(x + row * x_stride + group * GROUP, rows, row * num_groups + group, w);
+        round_groups(x + row * x_stride, rows, row * num_groups, num_groups, w);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         if (num_rows >= AMX_ROWS) begin_products();
 #pragma omp for schedule(dynamic, share)
         for (int64_t tile = 0; tile < num_tiles; tile++)
-            if (w.bits == 8)
-                multiply_outputs(w, rows, bias, out, num_rows, tile * TILE_OUTPUTS, 8);
-            else
-                multiply_outputs(w, rows, bias, out, num_rows, tile * TILE_OUTPUTS, 4);
+            multiply_outputs(w, rows, bias, out, num_rows, tile * TILE_OUTPUTS);
         if (num_rows >= AMX_ROWS) end_products();
     }
 }

@@ -1,45 +1,25 @@
-/* Product of rows with a matrix of 4- or 8-bit integers. Weights share a scale (and a minimum) by output and group of
-   inputs; inputs are rounded to 8 bits with a scale by row and group, so that products are of integers. */
+/* Arithmetic of grouped_matrix.h. */
 #pragma once
 
-#include "lanes.h"
+#include "grouped_matrix.h"
 
-/* OUTPUTS outputs lie side by side, in 32-bit lanes; a lane holds PER_LANE bytes of inputs. */
-enum { GROUP = 32, OUTPUTS = 32, PER_LANE = 4, STEPS = GROUP / PER_LANE };
-enum { STEP_BYTES = OUTPUTS * PER_LANE };
+enum { STEPS = GROUP / PER_LANE, STEP_BYTES = OUTPUTS * PER_LANE };
 
 typedef uint16_t halves_t __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint8_t bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1)));
 
-/* Rows and vectors of a tile, whose sums stay in registers. */
+/* Rows of a tile, whose sums stay in registers. */
 #if defined __AVX512F__
-enum { TILE_ROWS = 6, TILE_VECTORS = 2 };
+enum { TILE_ROWS = 6 };
 #else
-enum { TILE_ROWS = 4, TILE_VECTORS = 2 };
+enum { TILE_ROWS = 4 };
 #endif
-enum { TILE_OUTPUTS = TILE_VECTORS * LANES, SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
+enum { SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
 
 /* Rows of a block share a chunk of weights in the first cache, while the next chunk is fetched. */
 enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, NEAR = 1, AMX_ROWS = 32 };
 
-typedef struct {
-    const uint8_t *codes;     /* [num_outputs / OUTPUTS, num_inputs * bits / 32, OUTPUTS, PER_LANE] */
-    const uint16_t *scales;   /* [num_outputs / OUTPUTS, num_inputs / group_size, 1 or 2, OUTPUTS] float16 */
-    const uint16_t *minimums; /* the second of 2; or NULL: the middle code stands for 0 */
-    int64_t num_outputs, num_inputs, group_size, bits;
-} Matrix;
-
 INLINE int64_t scale_step(Matrix w) { return w.minimums ? 2 * OUTPUTS : OUTPUTS; }
-
-/* Inputs rounded to 8 bits. With weights of 4 bits, every eight are ordered 0, 2, 4, 6, 1, 3, 5, 7: a byte of weights
-   holds two successive ones. */
-typedef struct {
-    int8_t *codes;   /* [num_rows, num_groups, GROUP] */
-    float *scales;   /* [num_rows, num_groups] */
-    float *sums;     /* of the rounded inputs, [num_rows, num_groups] */
-    int32_t *starts; /* of sums of products: less those of the middle code, [num_rows, num_groups] */
-    int64_t num_groups;
-} Rows;
 
 INLINE floats load_halves(const uint16_t *from) {
 #if defined __AVX512F__
@@ -343,8 +323,7 @@ INLINE void begin_products(void) {}
 INLINE void end_products(void) {}
 #endif
 
-/* Outputs from `first` on, at most TILE_OUTPUTS, of all rows. */
-INLINE void multiply_outputs(
+INLINE void multiply_outputs_of(
     Matrix w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first, const int bits) {
     const int64_t left = w.num_outputs - first < TILE_OUTPUTS ? w.num_outputs - first : TILE_OUTPUTS;
     const int64_t lane = first % OUTPUTS, block = first / OUTPUTS;

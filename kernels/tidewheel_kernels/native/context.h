@@ -13,4 +13,5 @@ typedef struct {
 } Context;
 
 /* Attend with up to MAX_HEADS query heads of one KV head to `out` [num_heads, head_dim]. */
-void attend_any(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim);
+COMPILED_ONCE void attend_any(
+    const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim);

@@ -56,11 +56,11 @@ INLINE int64_t shrink_pieces(const LoraStack *s, const LoraGroups *g) {
 INLINE int64_t lora_width(const LoraStack *s) { return s->num_parts * s->max_rank; }
 
 /* Write a piece of a @ x to `h`, rounded to elements, as PEFT does. */
-void shrink_lora(
+COMPILED_ONCE void shrink_lora(
     const LoraStack *s, const LoraGroups *g, const element *x, int64_t x_stride, element *h, int64_t piece);
 
 /* Add b @ h of a tile's rows to outputs [first, end) of `out` [num_rows, out_stride]. */
-void expand_lora(
+COMPILED_ONCE void expand_lora(
     const LoraStack *s, const LoraGroups *g, const element *h, element *out, int64_t out_stride, int64_t tile,
     int64_t first, int64_t end);
 

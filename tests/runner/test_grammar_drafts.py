@@ -21,6 +21,7 @@ from tidewheel.scheduler.speculation import FORCED_KIND, MAX_FORCED_ROWS, Gramma
 MOST = 24
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
 ENDS = (250, 251)
+PAIRS = ("si", "na", "\u0120B")  # "\u0120" is a space
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "size": {"type": "integer"}, "kind": {"const": "box"}},
@@ -34,6 +35,12 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     folder: Path = tmp_path_factory.mktemp("bytes")
     save_byte_tokenizer(folder)
     return GrammarCompiler(folder, 256)
+
+
+@pytest.fixture
+def pair_compiler(tmp_path: Path) -> GrammarCompiler:
+    save_byte_tokenizer(tmp_path, PAIRS)
+    return GrammarCompiler(tmp_path, 256 + len(PAIRS))
 
 
 class Constant:
@@ -60,18 +67,23 @@ class Rows:
     """Rows of a proposer, with one grammar each or none."""
 
     def __init__(
-        self, compiler: GrammarCompiler, grammars: Sequence[Grammar | None], drafts: Sequence[int] = ()
+        self,
+        compiler: GrammarCompiler,
+        grammars: Sequence[Grammar | None],
+        drafts: Sequence[int] = (),
+        prompt: str = "",
     ) -> None:
         self.compiled = [grammar and compiler.compile(to_source(grammar), "grammar") for grammar in grammars]
+        prompt_ids = np.array(self.tokens(prompt), dtype=np.int32) if prompt else PROMPT
         requests = [
-            request(f"r{row}", PROMPT, 50, grammar=None if one is None else RowGrammar(one, ENDS))
+            request(f"r{row}", prompt_ids, 50, grammar=None if one is None else RowGrammar(one, ENDS))
             for row, one in enumerate(self.compiled)
         ]
         columns: Any = SimpleNamespace(request=requests.__getitem__)
         self.inner = Constant(drafts)
         self.proposer = GrammarDrafts(self.inner, columns)
         for row in range(len(requests)):
-            self.proposer.enter(row, PROMPT)
+            self.proposer.enter(row, prompt_ids)
 
     def tokens(self, text: str) -> list[int]:
         compiled = next(one for one in self.compiled if one is not None)
@@ -115,6 +127,37 @@ def test_the_rest_of_an_accepted_draft_is_drafted_again(compiler: GrammarCompile
     assert rows.text() == "ainly"
     rows.append(0, rows.tokens("ain"))
     assert rows.text() == "ly"
+
+
+def test_forced_text_has_the_tokens_that_it_had_before(pair_compiler: GrammarCompiler) -> None:
+    rows = Rows(pair_compiler, [Grammar.json_schema({"type": "array", "items": SCHEMA, "minItems": 3})])
+    apart = [token_id for byte in '"size":' for token_id in rows.tokens(byte)]
+    assert len(rows.tokens('"size":')) == len(apart) - 1
+    rows.append(0, [*rows.tokens('[{"name": "a", '), *apart])
+    rows.append(0, rows.tokens('5, "kind": "box"}, {"name": "b", '))
+    assert rows.propose(0) == [(apart, FORCED_KIND)]
+    rows.append(0, apart[:2])
+    assert rows.propose(0) == [(apart[2:], FORCED_KIND)]
+    rows.append(0, rows.tokens('ize":6, "kind": "box"}, {"name": "c", '))
+    rows.append(0, rows.tokens('"si'))  # another token than before ends after the one drafted
+    assert rows.propose(0) == [(apart[3:], FORCED_KIND)]
+
+
+def test_a_word_goes_on_as_in_the_prompt(pair_compiler: GrammarCompiler) -> None:
+    grammar = Grammar.json_schema({"type": "array", "items": {"type": "string"}})
+    rows = Rows(pair_compiler, [grammar] * 2, prompt='Lee Anna Bauer\n"Len" Anton Lear.')
+    rows.append(0, rows.tokens('["An'))
+    drafts = rows.tokens("na Bauer")
+    assert rows.propose(0)[0][0][: len(drafts)] == drafts  # though " An" ends with another token in the prompt
+    for begun, rest in (("Le", 'n" '), ("A", "nton Lear."), ("Le", "ar."), ("B", "auer")):
+        rows.append(0, rows.tokens(f'", "{begun}'))
+        assert rows.propose(0) == [(rows.tokens(rest), 0)]
+    for text in ('", "Lex', '", "nn', '", "'):  # no such word, no beginning of one, none begun
+        rows.append(0, rows.tokens(text))
+        assert rows.propose(0) == [([], 0)]
+    rows.inner.drafts = rows.tokens("ee")
+    rows.append(1, rows.tokens('["L'))
+    assert rows.propose(1) == [(rows.inner.drafts, 0)]  # another proposer's come first
 
 
 def test_drafts_of_another_proposer_end_where_the_grammar_forbids_them(compiler: GrammarCompiler) -> None:

@@ -7,6 +7,7 @@ from transformers via speculative decoding", 2023, whose rule of acceptance draw
 
 import itertools
 import re
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -27,8 +28,10 @@ ANY_BUDGET = 1 << 30
 FORCED_KIND = NUM_KINDS - 1  # of `Proposals`; other proposers use the kinds before it
 MAX_FORCED_ROWS = 8  # of a call: the text of one takes 30 to 100 µs
 MAX_TOKEN_BYTES = 8  # of drafts, on average
+MAX_WORD_BYTES = 32
 # Two that may follow are found soon in a string and in a number.
 _CHARACTERS = '{}[],:"01-tfnabcdeghijklmopqrsuvwxyzA'
+_NO_WORD = bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in range(256))  # a space
 _SPACING = re.compile(rb'(?=([{}\[\],:"])( ?)([^ ]))')
 
 
@@ -83,13 +86,17 @@ def _tokens_of_characters(tokenizer: "LLTokenizer") -> tuple[list[int], list[lis
 
 
 class _GrammarRow:
-    def __init__(self, grammar: TokenGrammar, output: list[int]) -> None:
+    def __init__(self, grammar: TokenGrammar, prompt: list[int], output: list[int]) -> None:
         self.matcher = grammar.matcher(output)
         self._tokenizer = grammar.tokenizer
         self._forced: list[int] = []
-        self._unread = output  # tokens whose spacing has not been learned
-        self._text = b""  # the end of the answer
+        self._unread = output  # tokens of the answer that are not in the following
+        self._token_ids: list[int] = []
+        self._text, self._ends = b"", [0]  # their text, and where in it each ends
         self._has_space: dict[bytes, bool] = {}  # between two characters
+        self._prompt = self._tokenizer.decode_bytes(prompt)
+        self._words = b" " + self._prompt.translate(_NO_WORD)
+        self._last_found = 0
 
     def append(self, token_ids: list[int]) -> None:
         self.matcher.consume_tokens(token_ids)
@@ -105,17 +112,47 @@ class _GrammarRow:
     def forced(self, most: int) -> list[int]:
         """Return at most `most` tokens of forced text."""
         if not self._forced and most and not self.matcher.is_error():
-            text = self._text + self._tokenizer.decode_bytes(self._unread)
-            self._has_space |= {before + after: bool(space) for before, space, after in _SPACING.findall(text)}
-            self._text, self._unread = text[-2:], []
-            self._forced = self._tokenizer.tokenize_bytes(self._forced_text(MAX_TOKEN_BYTES * most))
+            self._read()
+            self._forced = self._as_before(self._forced_text(MAX_TOKEN_BYTES * most))
         return self._forced[:most]
+
+    def copied(self, most: int) -> list[int]:
+        """Return at most `most` tokens that follow the answer's last word, begun or complete, in the prompt.
+
+        A name has a space before it in the prompt and none in a string, so that its tokens differ.
+        """
+        self._read()
+        word = self._text[-MAX_WORD_BYTES:].translate(_NO_WORD).rpartition(b" ")[2]
+        begin = max(self._words.find(b" " + word, self._last_found), self._words.find(b" " + word))
+        if begin < 0 or not word:
+            return []
+        self._last_found, end = begin, begin + len(word)
+        return self._tokenizer.tokenize_bytes(self._prompt[end : end + MAX_TOKEN_BYTES * most])[:most]
+
+    def _read(self) -> None:
+        parts = [self._tokenizer.decode_bytes([token_id]) for token_id in self._unread]
+        text = self._text[-2:] + b"".join(parts)
+        self._has_space |= {before + after: bool(space) for before, space, after in _SPACING.findall(text)}
+        self._ends += [self._ends[-1] + size for size in itertools.accumulate(map(len, parts))]
+        self._text += b"".join(parts)
+        self._token_ids += self._unread
+        self._unread = []
+
+    def _as_before(self, text: bytes) -> list[int]:
+        """Return the tokens of forced text, those of before in the answer: a model may split a name its own way."""
+        begin = self._text.rfind(text)
+        first, last = bisect_left(self._ends, begin), bisect_right(self._ends, begin + len(text)) - 1
+        if begin < 0 or self._ends[first] != begin:
+            return self._tokenizer.tokenize_bytes(text)
+        return self._token_ids[first:last] + self._tokenizer.tokenize_bytes(text[self._ends[last] - begin :])
 
     def _forced_text(self, most_bytes: int) -> bytes:
         text, num_consumed = b"", 0
         while len(text) < most_bytes:
             forced = self.matcher.compute_ff_bytes()
-            token_ids = self._tokenizer.tokenize_bytes(forced) if forced else self._likely((self._text + text)[-1:])
+            token_ids = (
+                self._tokenizer.tokenize_bytes(forced) if forced else self._likely(text[-1:] or self._text[-1:])
+            )
             count = self.matcher.try_consume_tokens(token_ids)
             if not count:
                 break
@@ -154,8 +191,8 @@ class GrammarDrafts:
         self._rows.pop(row, None)
         request = self._columns.request(row)
         if request.grammar is not None:
-            output = token_ids[request.num_prompt_tokens :].tolist()
-            self._rows[row] = _GrammarRow(request.grammar.grammar, output)
+            prompt, output = np.split(token_ids, [request.num_prompt_tokens])
+            self._rows[row] = _GrammarRow(request.grammar.grammar, prompt.tolist(), output.tolist())
 
     def append(self, rows: RowArray, token_ids: Int32Array) -> None:
         self._proposer.append(rows, token_ids)
@@ -170,12 +207,12 @@ class GrammarDrafts:
         found = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
         most = proposals.token_ids.shape[1] if len(found) <= MAX_FORCED_ROWS else 0
         for index, row in found:
-            drafts = row.forced(most)
-            if drafts:
-                proposals.token_ids[index, : len(drafts)] = drafts
+            forced = row.forced(most)
+            if forced:
                 proposals.kinds[index] = FORCED_KIND
-            else:
-                drafts = row.allowed(proposals.token_ids[index, : proposals.counts[index]].tolist())
+            proposed = proposals.token_ids[index, : proposals.counts[index]].tolist()
+            drafts = forced or row.allowed(proposed or row.copied(most) if most else proposed)
+            proposals.token_ids[index, : len(drafts)] = drafts
             proposals.counts[index] = len(drafts)
         return proposals
 

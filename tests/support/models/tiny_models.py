@@ -142,9 +142,11 @@ def save_byte_llama(folder: Path, **changes: object) -> PreTrainedModel:
     return model
 
 
-def save_byte_tokenizer(folder: Path) -> None:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+def save_byte_tokenizer(folder: Path, pairs: Sequence[str] = ()) -> None:
+    """Save a tokenizer with a token for each byte, and one for each of `pairs` of them from 256 on."""
+    vocab = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *pairs]
+    merges = [(first, second) for first, second in pairs]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({text: i for i, text in enumerate(vocab)}, merges))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

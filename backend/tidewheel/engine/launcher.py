@@ -242,13 +242,11 @@ class EngineLauncher:
         return max(deaths.values()) + self._policy.delay_s(len(deaths))
 
 
-def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """Stop a folder's engine; return whether one ran. Requests have `timeout_s` to end."""
+def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> None:
+    """Stop a folder's engine, if one runs. Requests have `timeout_s` to end."""
     status = folder.read_status(engine_dir)
-    if status is None or not status.is_alive:
-        return False
-    _end(status, timeout_s)
-    return True
+    if status is not None and status.is_alive:
+        _end(status, timeout_s)
 
 
 def _end(status: folder.Status, grace_s: float) -> None:

@@ -246,9 +246,6 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         cost = RUNNING_WEIGHT * self.running
         cost += self.waiting[request.priority - 1]
         cost -= self._cached_tokens(request)
-        slot = int(cost.argmin())
-        if num_open[slot] < bound:
-            return slot
         return int(np.where(num_open < bound, cost, np.inf).argmin())
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:

@@ -139,8 +139,7 @@ class KVCacheManager:
         return own
 
     def _take(self, count: int) -> list[int]:
-        if self._pool.num_free < count:
-            self.sessions.reclaim(count)
+        self.sessions.reclaim(count)
         blocks = self._pool.allocate(count)
         if blocks is None:
             raise InternalError("the block pool has fewer blocks than it counted")
@@ -174,8 +173,7 @@ class KVCacheManager:
             extend_block_hashes(request, num_full, self.block_size)
             hashes = request.block_hashes[first:num_full]
             self._pool.register_hashes(self._tables[row][first:num_full], hashes)
-            if self.prefixes.computing:
-                self.prefixes.drop_announced(row, hashes)
+            self.prefixes.drop_announced(row, hashes)
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:

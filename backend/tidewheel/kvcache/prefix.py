@@ -159,8 +159,6 @@ class PrefixCache:
 
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
         """Return (n, row): `row` is computing the n blocks that follow `hit`; or (0, -1)."""
-        if not self.computing:  # as mostly: skipping the hit's blocks takes time by its length
-            return 0, -1
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
         row, run = next(groupby(rows), (None, ()))

@@ -84,8 +84,8 @@ class SessionStore:
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()
         self._paused: dict[SessionName, KVSession] = {}
         self._leave_pool, self._leave_host = DepartureOrder(), DepartureOrder()
-        self._num_blocks: Counter[str] = Counter()  # in the pool, by tenant
-        self._held: Counter[str] = Counter()  # likewise, by share
+        self._num_blocks = Tally()  # in the pool, by tenant
+        self._held = Tally()  # likewise, by share
         self._returns = EventHeap[KVSession](lambda event: self._is_due(event.subject, event.time))
         self._coming: deque[KVSession] = deque()
         self._tenants: defaultdict[str, dict[str, KVSession]] = defaultdict(dict)  # by id, least recently used first
@@ -284,8 +284,8 @@ class SessionStore:
         return self._held[self._share_of(tenant)] / limits_of(self.limits.tenants, tenant).weight
 
     def _add_blocks(self, tenant: str, change: int) -> None:
-        _add(self._num_blocks, tenant, change)
-        _add(self._held, self._share_of(tenant), change)
+        self._num_blocks.add(tenant, change)
+        self._held.add(self._share_of(tenant), change)
 
     def _seconds_left(self, session: KVSession) -> tuple[bool, float]:
         """Return `(is_idle, seconds to the next turn)`; evicting a session that is not idle frees no blocks."""
@@ -401,9 +401,3 @@ class SessionStore:
 
 def _num_held(session: KVSession) -> int:
     return len(session.blocks) + len(session.host_slots)
-
-
-def _add(counts: Counter[str], name: str, change: int) -> None:
-    """Change a count, and drop it at 0."""
-    if count := counts.pop(name, 0) + change:
-        counts[name] = count

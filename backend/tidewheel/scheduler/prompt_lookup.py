@@ -9,7 +9,7 @@ share a slot of the table only lose a match.
 import numpy as np
 
 from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray
-from tidewheel.scheduler.speculation import Proposals
+from tidewheel.scheduler.speculation import Proposals, Proposer
 
 _WINDOW = 16  # tokens before an end that are seen at once
 MAX_MATCH = _WINDOW - 1  # most tokens that are compared
@@ -25,7 +25,7 @@ _ODD_FACTORS = np.random.default_rng(0).integers(1 << 62, size=(max(_RUN_SIZES),
 _HASH_WEIGHTS: Int64Array = np.where(np.arange(max(_RUN_SIZES))[:, None] < np.array(_RUN_SIZES), _ODD_FACTORS, 0)
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """Proposer that copies from a row's own tokens.
 
     Rows lie one after the other in one array of tokens, and an *end* is a place between two of its tokens. Tokens and

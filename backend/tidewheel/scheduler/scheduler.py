@@ -150,8 +150,7 @@ class Scheduler:
             return None
         self._now = state.kv.sessions.now = state.loras.now = now
         state.reclassify_due(now)
-        if state.leaders:
-            state.release_followers(now)
+        state.release_followers(now)
         self._control.expect_weights(now)
         plan = StepPlanner(state, self._control.limits(now, slice_s), now).plan()
         if plan.started:

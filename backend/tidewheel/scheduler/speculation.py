@@ -6,11 +6,10 @@ from transformers via speculative decoding", 2023, whose rule of acceptance draw
 """
 
 import itertools
-import re
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,7 +31,6 @@ MAX_WORD_BYTES = 32
 # Two that may follow are found soon in a string and in a number.
 _CHARACTERS = '{}[],:"01-tfnabcdeghijklmopqrsuvwxyzA'
 _NO_WORD = bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in range(256))  # a space
-_SPACING = re.compile(rb'(?=([{}\[\],:"])( ?)([^ ]))')
 
 
 class Proposals(NamedTuple):
@@ -43,10 +41,8 @@ class Proposals(NamedTuple):
     kinds: Int32Array  # [n] in [0, NUM_KINDS): acceptance is estimated for each kind
 
 
-class Proposer(Protocol):
-    @property
-    def is_free(self) -> bool:
-        """Return whether proposals cost next to no time: their acceptance is then learned in all steps."""
+class Proposer:
+    is_free: bool  # proposals cost next to no time: their acceptance is learned in all steps
 
     def enter(self, row: int, token_ids: Int32Array) -> None:
         """Begin a row with all tokens of its request so far."""
@@ -56,21 +52,16 @@ class Proposer(Protocol):
 
     def propose(self, rows: RowArray) -> Proposals:
         """Propose what follows the known tokens of distinct rows."""
+        raise NotImplementedError
 
 
-class RunnerDrafts:
+class RunnerDrafts(Proposer):
     """Proposer of drafts that the runner makes on the device."""
 
     is_free = False
 
     def __init__(self, most: int) -> None:
         self._most = most
-
-    def enter(self, row: int, token_ids: Int32Array) -> None:
-        pass
-
-    def append(self, rows: RowArray, token_ids: Int32Array) -> None:
-        pass
 
     def propose(self, rows: RowArray) -> Proposals:
         n = len(rows)
@@ -90,10 +81,9 @@ class _GrammarRow:
         self.matcher = grammar.matcher(output)
         self._tokenizer = grammar.tokenizer
         self._forced: list[int] = []
-        self._unread = output  # tokens of the answer that are not in the following
-        self._token_ids: list[int] = []
-        self._text, self._ends = b"", [0]  # their text, and where in it each ends
-        self._has_space: dict[bytes, bool] = {}  # between two characters
+        self._token_ids: list[int] = []  # of the answer
+        self._text, self._ends = b"", [0]  # its text, and where in it each token ends
+        self._take(output)
         self._prompt = self._tokenizer.decode_bytes(prompt)
         self._words = b" " + self._prompt.translate(_NO_WORD)
         self._last_found = 0
@@ -102,7 +92,13 @@ class _GrammarRow:
         self.matcher.consume_tokens(token_ids)
         count = len(token_ids)
         self._forced = self._forced[count:] if self._forced[:count] == token_ids else []
-        self._unread += token_ids
+        self._take(token_ids)
+
+    def _take(self, token_ids: list[int]) -> None:
+        texts = [self._tokenizer.decode_bytes([token_id]) for token_id in token_ids]
+        self._ends += [self._ends[-1] + size for size in itertools.accumulate(map(len, texts))]
+        self._text += b"".join(texts)
+        self._token_ids += token_ids
 
     def allowed(self, drafts: list[int]) -> list[int]:
         """Return the drafts before the first that the grammar forbids; no drafts, if the runner is to make them."""
@@ -112,7 +108,6 @@ class _GrammarRow:
     def forced(self, most: int) -> list[int]:
         """Return at most `most` tokens of forced text."""
         if not self._forced and most and not self.matcher.is_error():
-            self._read()
             self._forced = self._as_before(self._forced_text(MAX_TOKEN_BYTES * most))
         return self._forced[:most]
 
@@ -121,22 +116,12 @@ class _GrammarRow:
 
         A name has a space before it in the prompt and none in a string, so that its tokens differ.
         """
-        self._read()
         word = self._text[-MAX_WORD_BYTES:].translate(_NO_WORD).rpartition(b" ")[2]
         begin = max(self._words.find(b" " + word, self._last_found), self._words.find(b" " + word))
         if begin < 0 or not word:
             return []
         self._last_found, end = begin, begin + len(word)
         return self._tokenizer.tokenize_bytes(self._prompt[end : end + MAX_TOKEN_BYTES * most])[:most]
-
-    def _read(self) -> None:
-        parts = [self._tokenizer.decode_bytes([token_id]) for token_id in self._unread]
-        text = self._text[-2:] + b"".join(parts)
-        self._has_space |= {before + after: bool(space) for before, space, after in _SPACING.findall(text)}
-        self._ends += [self._ends[-1] + size for size in itertools.accumulate(map(len, parts))]
-        self._text += b"".join(parts)
-        self._token_ids += self._unread
-        self._unread = []
 
     def _as_before(self, text: bytes) -> list[int]:
         """Return the tokens of forced text, those of before in the answer: a model may split a name its own way."""
@@ -150,9 +135,7 @@ class _GrammarRow:
         text, num_consumed = b"", 0
         while len(text) < most_bytes:
             forced = self.matcher.compute_ff_bytes()
-            token_ids = (
-                self._tokenizer.tokenize_bytes(forced) if forced else self._likely(text[-1:] or self._text[-1:])
-            )
+            token_ids = self._tokenizer.tokenize_bytes(forced) if forced else self._likely(text or self._text)
             count = self.matcher.try_consume_tokens(token_ids)
             if not count:
                 break
@@ -161,23 +144,26 @@ class _GrammarRow:
         self.matcher.rollback(num_consumed)
         return text
 
-    def _likely(self, before: bytes) -> list[int]:
-        """Return the tokens of the one character that may follow, with a space where it is likely; else nothing."""
+    def _likely(self, text: bytes) -> list[int]:
+        """Return the tokens of the one character that may follow a text, with a likely space; else nothing."""
         space, characters = _tokens_of_characters(self._tokenizer)
         allowed = (ids for ids in characters if self.matcher.validate_tokens(ids) == len(ids))
         candidates = list(itertools.islice(allowed, 2))
         if len(candidates) != 1:
             return []
-        likely = self._has_space.get(before + self._tokenizer.decode_bytes(candidates[0]), before in (b":", b","))
+        before, after = text[-1:], self._tokenizer.decode_bytes(candidates[0])
+        last, last_spaced = (self._text.rfind(before + between + after) for between in (b"", b" "))
+        likely = last_spaced > last if last != last_spaced else before in (b":", b",")
         spaced = space + candidates[0]
         return spaced if likely and self.matcher.validate_tokens(spaced) == len(spaced) else candidates[0]
 
 
-class GrammarDrafts:
-    """Proposer that cuts another's drafts to what a row's grammar allows, and drafts text that the grammar forces.
+class GrammarDrafts(Proposer):
+    """Proposer that cuts another's drafts to what a row's grammar allows, and drafts more of a row with a grammar.
 
-    A grammar of JSON leaves a space free at most places, so that it forces little. Where one character other than a
-    space can follow, it is drafted, with a space before it if the answer had one there the last time.
+    Text that the grammar forces comes first. A grammar of JSON leaves a space free at most places, so that it forces
+    little: where one character other than a space can follow, it is drafted, with a space before it if the answer had
+    one there the last time. Where the other proposer has nothing, a word goes on as in the prompt.
     """
 
     def __init__(self, proposer: Proposer, columns: RowColumns) -> None:
@@ -294,9 +280,8 @@ class Speculation:
     def propose(self) -> None:
         """Propose what follows the tokens of the rows that were observed last; seldom, if looks were in vain."""
         if not self._goodput.is_look_due(len(self._unseen), self._num_vain_looks):
-            if self.has_proposals:
-                self._counts[:] = 0
-                self.has_proposals = False
+            self._counts[:] = 0
+            self.has_proposals = False
             return
         self._num_vain_looks += 1
         self._append_unseen()
@@ -323,14 +308,12 @@ class Speculation:
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
         """Learn the seconds of the last observed step of decodes, if it had drafts, a wait or proposals after it."""
-        has_drafts, num_entries = len(batch.draft_tokens) > 0, len(batch.rows)
-        if batch.num_decodes != num_entries or not (has_drafts or has_waited or self.has_proposals):
+        num_entries = len(batch.rows)
+        if batch.num_decodes != num_entries or not (len(batch.draft_tokens) or has_waited or self.has_proposals):
             return
-        step = DecodeStep(num_entries, has_waited=has_waited)
-        if has_drafts:
-            num_entries_of_rows = np.bincount(batch.rows)
-            num_rows = int(np.count_nonzero(num_entries_of_rows))
-            step = DecodeStep(num_rows, num_entries - num_rows, int(num_entries_of_rows.max()) - 1, has_waited)
+        num_entries_of_rows = np.bincount(batch.rows)
+        num_rows = int(np.count_nonzero(num_entries_of_rows))
+        step = DecodeStep(num_rows, num_entries - num_rows, int(num_entries_of_rows.max()) - 1, has_waited)
         num_tokens = np.bincount(self._last_rows)
         rows = num_tokens.nonzero()[0]
         self._goodput.observe_step(rows, num_tokens[rows], step, seconds)

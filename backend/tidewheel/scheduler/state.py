@@ -51,15 +51,9 @@ class SchedulerState:
         self.step_time = StepTime()
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.turns = ShapeTurns() if config.takes_turns else None
-        self.config = config
         self.columns = RowColumns(config.num_rows)
         self.loras = LoraSlots(config.max_loras, self.columns, self.stats)
         self.speculation: Speculation | None = None
-        if config.speculation != "none":
-            most = config.num_speculative_tokens
-            is_lookup = config.speculation == "prompt_lookup"
-            lookup = PromptLookup(config.num_rows, config.max_model_len, most) if is_lookup else RunnerDrafts(most)
-            self.use_proposer(GrammarDrafts(lookup, self.columns))
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.deadlines = EventHeap[Request](lambda event: not event.subject.is_finished)
         self._soft_deadlines = EventHeap[Request](lambda event: not event.subject.is_finished)
@@ -72,6 +66,11 @@ class SchedulerState:
         self.leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
         self._configure(config)
+        if config.speculation != "none":
+            most = config.num_speculative_tokens
+            is_lookup = config.speculation == "prompt_lookup"
+            lookup = PromptLookup(config.num_rows, config.max_model_len, most) if is_lookup else RunnerDrafts(most)
+            self.use_proposer(GrammarDrafts(lookup, self.columns))
 
     @property
     def num_waiting(self) -> int:

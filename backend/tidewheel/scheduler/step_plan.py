@@ -159,8 +159,6 @@ class StepPlan:
         return len(self.growing_rows) + self.num_sitting_out + (self.limits.keep_free if num_running else 0)
 
     def drop_decodes(self, victims: list[int]) -> None:
-        if not victims:
-            return
         stays = ~np.isin(self.decode_rows, victims)
         self.token_budget += len(stays) - int(np.count_nonzero(stays))
         self.decode_rows, self.decode_starts = self.decode_rows[stays], self.decode_starts[stays]

@@ -3,10 +3,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tidewheel.batch import Int32Array, Int64Array, RowArray
-from tidewheel.scheduler.speculation import Proposals
+from tidewheel.scheduler.speculation import Proposals, Proposer
 
 
-class SimulatedDrafts:
+class SimulatedDrafts(Proposer):
     """Proposer of each row's next tokens. A draft is right with the chance `acceptance`, if those before it are."""
 
     def __init__(

@@ -16,7 +16,7 @@ from support.runner.step_loop import request
 from tidewheel.batch import TO_DRAFT, Int32Array, RowArray
 from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
-from tidewheel.scheduler.speculation import FORCED_KIND, MAX_FORCED_ROWS, GrammarDrafts, Proposals
+from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND, MAX_FORCED_ROWS, GrammarDrafts, Proposals
 
 MOST = 24
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
@@ -139,7 +139,7 @@ def test_forced_text_has_the_tokens_that_it_had_before(pair_compiler: GrammarCom
     rows.append(0, apart[:2])
     assert rows.propose(0) == [(apart[2:], FORCED_KIND)]
     rows.append(0, rows.tokens('ize":6, "kind": "box"}, {"name": "c", '))
-    rows.append(0, rows.tokens('"si'))  # another token than before ends after the one drafted
+    rows.append(0, rows.tokens('"si'))  # `si` is one token now, and ends where `i` did
     assert rows.propose(0) == [(apart[3:], FORCED_KIND)]
 
 
@@ -151,13 +151,15 @@ def test_a_word_goes_on_as_in_the_prompt(pair_compiler: GrammarCompiler) -> None
     assert rows.propose(0)[0][0][: len(drafts)] == drafts  # though " An" ends with another token in the prompt
     for begun, rest in (("Le", 'n" '), ("A", "nton Lear."), ("Le", "ar."), ("B", "auer")):
         rows.append(0, rows.tokens(f'", "{begun}'))
-        assert rows.propose(0) == [(rows.tokens(rest), 0)]
+        assert rows.propose(0) == [(rows.tokens(rest), COPIED_KIND)]
     for text in ('", "Lex', '", "nn', '", "'):  # no such word, no beginning of one, none begun
         rows.append(0, rows.tokens(text))
         assert rows.propose(0) == [([], 0)]
-    rows.inner.drafts = rows.tokens("ee")
     rows.append(1, rows.tokens('["L'))
+    rows.inner.drafts = rows.tokens("ee")
     assert rows.propose(1) == [(rows.inner.drafts, 0)]  # another proposer's come first
+    rows.inner.drafts = [TO_DRAFT] * 3  # of which the grammar allows none
+    assert rows.propose(1) == [(rows.tokens("ee Anna Bauer"), COPIED_KIND)]
 
 
 def test_drafts_of_another_proposer_end_where_the_grammar_forbids_them(compiler: GrammarCompiler) -> None:

@@ -213,4 +213,4 @@ def test_a_step_without_rows_is_empty() -> None:
 
 def test_every_match_has_a_kind() -> None:
     assert MATCH_KINDS.tolist() == sorted(MATCH_KINDS.tolist())
-    assert set(MATCH_KINDS.tolist()) == set(range(NUM_KINDS - 1))  # the last is that of text that grammars force
+    assert set(MATCH_KINDS.tolist()) == set(range(NUM_KINDS - 2))  # the last are of grammars' rows

@@ -250,8 +250,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
         ahead = self.waiting[request.priority - 1] - self._cached_tokens(request)
-        if num_open is not self.num_open:
-            ahead[np.isinf(num_open)] = np.inf
+        ahead[np.isinf(num_open)] = np.inf
         slots = (ahead == ahead[ahead.argmin()]).nonzero()[0]
         to_do = self.waiting[-1, slots] + self.running[slots]
         return int(slots[to_do.argmin()])

@@ -109,13 +109,11 @@ class RowTable:
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
         """Update the host tables; return arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
-        if len(batch.block_rows):
-            self._blocks[places] = batch.block_ids
+        self._blocks[places] = batch.block_ids
         if self._tokens is not None:
             for new in batch.new_rows:
                 self._tokens[new.row, : len(new.token_ids)] = new.token_ids
-            if len(batch.draft_tokens):
-                self._tokens[*_draft_places(batch)] = batch.draft_tokens[batch.draft_tokens >= 0]
+            self._tokens[*_draft_places(batch)] = batch.draft_tokens[batch.draft_tokens >= 0]
             return ()
         if not batch.new_rows and not len(batch.block_rows) and not len(batch.draft_tokens):
             return ()

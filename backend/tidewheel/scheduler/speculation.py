@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ANY_BUDGET = 1 << 30
-FORCED_KIND = NUM_KINDS - 1  # of `Proposals`; other proposers use the kinds before it
-MAX_FORCED_ROWS = 8  # of a call: the text of one takes 30 to 100 µs
-MAX_TOKEN_BYTES = 8  # of drafts, on average
+COPIED_KIND, FORCED_KIND = NUM_KINDS - 2, NUM_KINDS - 1  # of `Proposals`; other proposers use the kinds before
+MAX_FORCED_ROWS = 8  # with a grammar, of a call that drafts for them: one takes 30 to 150 µs
+BYTES_PER_DRAFT = 8  # of the text that is drafted
 MAX_WORD_BYTES = 32
-# Two that may follow are found soon in a string and in a number.
+MAX_PROMPT_TOKENS = 8192  # at the end of a prompt, that are searched for words
+SPACING_BYTES = 4096  # at the end of the answer, that show where it has spaces
+# Ordered so that in a string or a number, two that are allowed are found soon.
 _CHARACTERS = '{}[],:"01-tfnabcdeghijklmopqrsuvwxyzA'
-_NO_WORD = bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in range(256))  # a space
+_WORDS_ALONE = bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in range(256))  # others: a space
 
 
 class Proposals(NamedTuple):
@@ -83,18 +85,18 @@ class _GrammarRow:
         self._forced: list[int] = []
         self._token_ids: list[int] = []  # of the answer
         self._text, self._ends = b"", [0]  # its text, and where in it each token ends
-        self._take(output)
-        self._prompt = self._tokenizer.decode_bytes(prompt)
-        self._words = b" " + self._prompt.translate(_NO_WORD)
-        self._last_found = 0
+        self._read(output)
+        self._prompt = self._tokenizer.decode_bytes(prompt[-MAX_PROMPT_TOKENS:])
+        self._words = b" " + self._prompt.translate(_WORDS_ALONE)
+        self._last_place = 0  # of a word in the prompt
 
     def append(self, token_ids: list[int]) -> None:
         self.matcher.consume_tokens(token_ids)
         count = len(token_ids)
         self._forced = self._forced[count:] if self._forced[:count] == token_ids else []
-        self._take(token_ids)
+        self._read(token_ids)
 
-    def _take(self, token_ids: list[int]) -> None:
+    def _read(self, token_ids: list[int]) -> None:
         texts = [self._tokenizer.decode_bytes([token_id]) for token_id in token_ids]
         self._ends += [self._ends[-1] + size for size in itertools.accumulate(map(len, texts))]
         self._text += b"".join(texts)
@@ -108,23 +110,24 @@ class _GrammarRow:
     def forced(self, most: int) -> list[int]:
         """Return at most `most` tokens of forced text."""
         if not self._forced and most and not self.matcher.is_error():
-            self._forced = self._as_before(self._forced_text(MAX_TOKEN_BYTES * most))
+            self._forced = self._as_before(self._forced_text(BYTES_PER_DRAFT * most))
         return self._forced[:most]
 
     def copied(self, most: int) -> list[int]:
-        """Return at most `most` tokens that follow the answer's last word, begun or complete, in the prompt.
+        """Return at most `most` tokens that go on with the answer's last word as the prompt does.
 
-        A name has a space before it in the prompt and none in a string, so that its tokens differ.
+        The place found last comes first, then those after it. Prompt lookup misses names: they follow a space in a
+        prompt and a quotation mark in JSON, so that their tokens differ.
         """
-        word = self._text[-MAX_WORD_BYTES:].translate(_NO_WORD).rpartition(b" ")[2]
-        begin = max(self._words.find(b" " + word, self._last_found), self._words.find(b" " + word))
-        if begin < 0 or not word:
+        word = self._text[-MAX_WORD_BYTES:].translate(_WORDS_ALONE).rpartition(b" ")[2]
+        place = max(self._words.find(b" " + word, self._last_place), self._words.find(b" " + word))
+        if place < 0 or not 0 < len(word) < MAX_WORD_BYTES:
             return []
-        self._last_found, end = begin, begin + len(word)
-        return self._tokenizer.tokenize_bytes(self._prompt[end : end + MAX_TOKEN_BYTES * most])[:most]
+        self._last_place, end = place, place + len(word)
+        return self._tokenizer.tokenize_bytes(self._prompt[end : end + BYTES_PER_DRAFT * most])[:most]
 
     def _as_before(self, text: bytes) -> list[int]:
-        """Return the tokens of forced text, those of before in the answer: a model may split a name its own way."""
+        """Return the tokens of forced text, split as last in the answer: a model may split a name its own way."""
         begin = self._text.rfind(text)
         first, last = bisect_left(self._ends, begin), bisect_right(self._ends, begin + len(text)) - 1
         if begin < 0 or self._ends[first] != begin:
@@ -145,25 +148,25 @@ class _GrammarRow:
         return text
 
     def _likely(self, text: bytes) -> list[int]:
-        """Return the tokens of the one character that may follow a text, with a likely space; else nothing."""
+        """Return the tokens of the only character that may follow a text, after a space if likely; else nothing."""
         space, characters = _tokens_of_characters(self._tokenizer)
         allowed = (ids for ids in characters if self.matcher.validate_tokens(ids) == len(ids))
         candidates = list(itertools.islice(allowed, 2))
         if len(candidates) != 1:
             return []
         before, after = text[-1:], self._tokenizer.decode_bytes(candidates[0])
-        last, last_spaced = (self._text.rfind(before + between + after) for between in (b"", b" "))
+        last, last_spaced = (self._text.rfind(before + between + after, -SPACING_BYTES) for between in (b"", b" "))
         likely = last_spaced > last if last != last_spaced else before in (b":", b",")
         spaced = space + candidates[0]
         return spaced if likely and self.matcher.validate_tokens(spaced) == len(spaced) else candidates[0]
 
 
 class GrammarDrafts(Proposer):
-    """Proposer that cuts another's drafts to what a row's grammar allows, and drafts more of a row with a grammar.
+    """Proposer that drafts text which a row's grammar forces, else what the grammar allows of another's drafts.
 
-    Text that the grammar forces comes first. A grammar of JSON leaves a space free at most places, so that it forces
-    little: where one character other than a space can follow, it is drafted, with a space before it if the answer had
-    one there the last time. Where the other proposer has nothing, a word goes on as in the prompt.
+    A grammar of JSON leaves a space free at most places, so that it forces little. Where one character other than a
+    space can follow, it is drafted, with a space before it if the answer had one there the last time. A row without
+    drafts so far goes on with its last word as the prompt does.
     """
 
     def __init__(self, proposer: Proposer, columns: RowColumns) -> None:
@@ -189,17 +192,17 @@ class GrammarDrafts(Proposer):
                 self._rows[row].append([token_id for _, token_id in pairs])
 
     def propose(self, rows: RowArray) -> Proposals:
-        proposals = self._proposer.propose(rows)
+        counts, token_ids, kinds = proposals = self._proposer.propose(rows)
         found = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
-        most = proposals.token_ids.shape[1] if len(found) <= MAX_FORCED_ROWS else 0
+        most = token_ids.shape[1] if len(found) <= MAX_FORCED_ROWS else 0
         for index, row in found:
-            forced = row.forced(most)
-            if forced:
-                proposals.kinds[index] = FORCED_KIND
-            proposed = proposals.token_ids[index, : proposals.counts[index]].tolist()
-            drafts = forced or row.allowed(proposed or row.copied(most) if most else proposed)
-            proposals.token_ids[index, : len(drafts)] = drafts
-            proposals.counts[index] = len(drafts)
+            drafts, kind = row.forced(most), FORCED_KIND
+            if not drafts:
+                drafts, kind = row.allowed(token_ids[index, : counts[index]].tolist()), kinds[index]
+            if not drafts and most and (copied := row.allowed(row.copied(most))):
+                drafts, kind = copied, COPIED_KIND
+            token_ids[index, : len(drafts)] = drafts
+            counts[index], kinds[index] = len(drafts), kind
         return proposals
 
 

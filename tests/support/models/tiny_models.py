@@ -143,7 +143,7 @@ def save_byte_llama(folder: Path, **changes: object) -> PreTrainedModel:
 
 
 def save_byte_tokenizer(folder: Path, pairs: Sequence[str] = ()) -> None:
-    """Save a tokenizer with a token for each byte, and one for each of `pairs` of them from 256 on."""
+    """Save a tokenizer with a token for each byte and, from 256 on, for each of `pairs` of characters."""
     vocab = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *pairs]
     merges = [(first, second) for first, second in pairs]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({text: i for i, text in enumerate(vocab)}, merges))

@@ -138,7 +138,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         present = router.num_open[np.isfinite(router.num_open)]
         ratios.append(float(present.max() / present.mean()))
     cpu = time.process_time() - cpu
-    router.prefixes.check_invariants()
     whole = times[:, :2].sum(axis=1) / 1e3
     decisions = times[:, 0] / 1e3
     has_collection = times[:, 2] > 0

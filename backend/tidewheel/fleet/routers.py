@@ -246,11 +246,15 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         cost = RUNNING_WEIGHT * self.running
         cost += self.waiting[request.priority - 1]
         cost -= self._cached_tokens(request)
+        slot = int(cost.argmin())
+        if num_open[slot] < bound:
+            return slot
         return int(np.where(num_open < bound, cost, np.inf).argmin())
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
         ahead = self.waiting[request.priority - 1] - self._cached_tokens(request)
-        ahead[np.isinf(num_open)] = np.inf
+        if num_open is not self.num_open:
+            ahead[np.isinf(num_open)] = np.inf
         slots = (ahead == ahead[ahead.argmin()]).nonzero()[0]
         to_do = self.waiting[-1, slots] + self.running[slots]
         return int(slots[to_do.argmin()])

@@ -92,8 +92,7 @@ class _GrammarRow:
 
     def append(self, token_ids: list[int]) -> None:
         self.matcher.consume_tokens(token_ids)
-        count = len(token_ids)
-        self._forced = self._forced[count:] if self._forced[:count] == token_ids else []
+        self._forced = self._forced[len(token_ids) :] if self._forced[: len(token_ids)] == token_ids else []
         self._read(token_ids)
 
     def _read(self, token_ids: list[int]) -> None:
@@ -114,11 +113,7 @@ class _GrammarRow:
         return self._forced[:most]
 
     def copied(self, most: int) -> list[int]:
-        """Return at most `most` tokens that go on with the answer's last word as the prompt does.
-
-        The place found last comes first, then those after it. Prompt lookup misses names: they follow a space in a
-        prompt and a quotation mark in JSON, so that their tokens differ.
-        """
+        """Return at most `most` tokens that go on with the answer's last word as the prompt does, at the next place."""
         word = self._text[-MAX_WORD_BYTES:].translate(_WORDS_ALONE).rpartition(b" ")[2]
         place = max(self._words.find(b" " + word, self._last_place), self._words.find(b" " + word))
         if place < 0 or not 0 < len(word) < MAX_WORD_BYTES:
@@ -166,7 +161,8 @@ class GrammarDrafts(Proposer):
 
     A grammar of JSON leaves a space free at most places, so that it forces little. Where one character other than a
     space can follow, it is drafted, with a space before it if the answer had one there the last time. A row without
-    drafts so far goes on with its last word as the prompt does.
+    drafts so far goes on with its last word as the prompt does. Prompt lookup misses names, which follow a space in
+    a prompt and a quotation mark in JSON, so that their tokens differ.
     """
 
     def __init__(self, proposer: Proposer, columns: RowColumns) -> None:

@@ -113,7 +113,7 @@ class _GrammarRow:
         return self._forced[:most]
 
     def copied(self, most: int) -> list[int]:
-        """Return at most `most` tokens that go on with the answer's last word as the prompt does, at the next place."""
+        """Return up to `most` tokens that go on with the answer's last word as the prompt does, at the next place."""
         word = self._text[-MAX_WORD_BYTES:].translate(_WORDS_ALONE).rpartition(b" ")[2]
         place = max(self._words.find(b" " + word, self._last_place), self._words.find(b" " + word))
         if place < 0 or not 0 < len(word) < MAX_WORD_BYTES:

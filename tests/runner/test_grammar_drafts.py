@@ -16,6 +16,7 @@ from support.runner.step_loop import request
 from tidewheel.batch import TO_DRAFT, Int32Array, RowArray
 from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
+from tidewheel.scheduler import speculation
 from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND, MAX_FORCED_ROWS, GrammarDrafts, Proposals
 
 MOST = 24
@@ -160,6 +161,17 @@ def test_a_word_goes_on_as_in_the_prompt(pair_compiler: GrammarCompiler) -> None
     assert rows.propose(1) == [(rows.inner.drafts, 0)]  # another proposer's come first
     rows.inner.drafts = [TO_DRAFT] * 3  # of which the grammar allows none
     assert rows.propose(1) == [(rows.tokens("ee Anna Bauer"), COPIED_KIND)]
+
+
+def test_words_are_sought_at_the_end_of_a_long_prompt(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "MAX_PROMPT_TOKENS", len(" Lear"))
+    rows = Rows(compiler, [Grammar.json_schema({"type": "string"})], prompt="Anton Lear")
+    rows.append(0, rows.tokens('"Ant'))
+    assert rows.propose(0) == [([], 0)]
+    rows.append(0, rows.tokens(" Le"))
+    assert rows.propose(0) == [(rows.tokens("ar"), COPIED_KIND)]
 
 
 def test_drafts_of_another_proposer_end_where_the_grammar_forbids_them(compiler: GrammarCompiler) -> None:

@@ -158,7 +158,7 @@ class PrefixCache:
         return slots if len(slots) == len(keys) else None
 
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
-        """Return (n, row): `row` is computing the n blocks that follow `hit`; or (0, -1)."""
+        """Return (n, row): `row` is computing the n blocks that follow `hit`; or (0, -1). Takes time by the hit."""
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
         row, run = next(groupby(rows), (None, ()))

@@ -242,6 +242,8 @@ class LoraSlots:
 
     def with_slots(self, batch: ScheduledBatch, rows: RowArray) -> ScheduledBatch:
         """Return the batch with its rows' slots and the loads before it."""
+        if not self._slot_of:
+            return batch
         slots = self._slots_of_rows.take(rows)
         if slots.max() == NO_SLOT:
             return batch

@@ -317,9 +317,7 @@ class StepPlanner:
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a row computes the request's prefix in this step, or later half of its missing tokens."""
         state, prefixes = self._state, self._state.kv.prefixes
-        if (
-            not prefixes.computing or request.needs_all_states
-        ):  # mostly empty; `find_computing` skips the hit's blocks
+        if not prefixes.computing or request.needs_all_states:
             return False
         num_blocks, row = prefixes.find_computing(request, hit)
         if not num_blocks:

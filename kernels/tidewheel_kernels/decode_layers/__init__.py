@@ -115,7 +115,7 @@ class DecodeLayers:
         num_groups = rows * -(-inputs // INPUT_GROUP)
         buffers |= {name: torch.empty(num_groups) for name in ("scales", "sums")}
         buffers["starts"] = torch.empty(num_groups, dtype=torch.int32)
-        buffers["codes"] = torch.empty(num_groups * INPUT_GROUP, dtype=torch.int8)
+        buffers["codes"] = torch.empty(num_groups * INPUT_GROUP, dtype=torch.int16)
         for name, tensor in buffers.items():
             setattr(self._step, name, tensor.data_ptr())
         return buffers

@@ -29,7 +29,7 @@ ArrangedWeights = GroupedWeights | LaneWeights
 _grouped_linear = NativeKernel("grouped_linear", *[POINTER] * 5, *[LONG] * 2, THREADS)
 _grouped_embedding = NativeKernel("grouped_embedding", *[POINTER] * 3, LONG, THREADS)
 FEW_ROWS = 16  # at most: not rounded for signed weights
-WORDS_PER_INPUT_GROUP = INPUT_GROUP // 4 + 3  # codes of 8 bits, scale, sum, and first sum of products
+WORDS_PER_INPUT_GROUP = INPUT_GROUP // 2 + 3  # room for codes of 16 bits; scale, sum, and first sum of products
 
 
 def arrange(weights: GroupedWeights, dtype: torch.dtype, *, rounds_inputs: bool = False) -> ArrangedWeights:

@@ -7,16 +7,18 @@ void round_groups(const element *from, Rows x, int64_t at, int64_t count, const 
 
 void multiply_outputs(const Matrix *w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first) {
     if (w->bits == 8)
-        multiply_outputs_of(*w, x, bias, out, num_rows, first, 8);
+        multiply_outputs_of(*w, x, bias, out, num_rows, first, 8, w->minimums != NULL);
+    else if (w->minimums)
+        multiply_outputs_of(*w, x, bias, out, num_rows, first, 4, 1);
     else
-        multiply_outputs_of(*w, x, bias, out, num_rows, first, 4);
+        multiply_outputs_of(*w, x, bias, out, num_rows, first, 4, 0);
 }
 
 API void grouped_linear(
     const Matrix *w, const element *x, /* [num_rows, num_inputs] */
     const element *bias,               /* [num_outputs]; or NULL */
     element *out,                      /* [num_rows, num_outputs] */
-    float *scratch,                    /* for `Rows`: 44 bytes a group */
+    float *scratch,                    /* for `Rows`: 76 bytes a group */
     int64_t num_rows, int64_t x_stride, int32_t num_threads) {
     int64_t num_groups = w->num_inputs / GROUP, num_tiles = (w->num_outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
     int64_t size = num_rows * num_groups;

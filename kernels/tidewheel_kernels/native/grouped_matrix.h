@@ -15,9 +15,10 @@ typedef struct {
 } Matrix;
 
 /* Inputs rounded to 8 bits. With weights of 4 bits, every eight are ordered 0, 2, 4, 6, 1, 3, 5, 7: a byte of weights
-   holds two successive ones. */
+   holds two successive ones. AVX2 has no products of 8 bits whose sums fit: with weights of 8 bits, inputs are kept in
+   16, every four ordered 0, 2, 1, 3. */
 typedef struct {
-    int8_t *codes;   /* [num_rows, num_groups, GROUP] */
+    int8_t *codes;   /* [num_rows, num_groups, GROUP]; room for 16 bits each */
     float *scales;   /* [num_rows, num_groups] */
     float *sums;     /* of the rounded inputs, [num_rows, num_groups] */
     int32_t *starts; /* of sums of products: less those of the middle code, [num_rows, num_groups] */

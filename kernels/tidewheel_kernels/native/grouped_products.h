@@ -8,16 +8,17 @@ enum { STEPS = GROUP / PER_LANE, STEP_BYTES = OUTPUTS * PER_LANE };
 typedef uint16_t halves_t __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint8_t bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1)));
 
-/* Rows of a tile, whose sums stay in registers. */
+/* Rows of a tile, whose sums stay in registers; and groups that are fetched ahead with little arithmetic, where the
+   processor fetches ahead too: with AVX512, slower if told to fetch far; with AVX2, slower if not. */
 #if defined __AVX512F__
-enum { TILE_ROWS = 6 };
+enum { TILE_ROWS = 6, NEAR = 1 };
 #else
-enum { TILE_ROWS = 4 };
+enum { TILE_ROWS = 4, NEAR = 3 };
 #endif
 enum { SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
 
 /* Rows of a block share a chunk of weights in the first cache, while the next chunk is fetched. */
-enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, NEAR = 1, AMX_ROWS = 32 };
+enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, AMX_ROWS = 32 };
 
 INLINE int64_t scale_step(Matrix w) { return w.minimums ? 2 * OUTPUTS : OUTPUTS; }
 
@@ -66,58 +67,69 @@ INLINE ints broadcast(const int8_t *four) {
     return (ints){0} + inputs;
 }
 
-/* `multiply_group` writes the products of one group of inputs and codes. */
 #if defined __AVX2__ && !defined __AVX512F__
-/* A lane has two sums of 16 bits, each of the products of half a group with four bits of each code. */
+INLINE int64_t input_bytes(const int bits) { return bits / 4; }
+#else
+INLINE int64_t input_bytes(const int bits) { return 1; }
+#endif
+
+INLINE const int8_t *inputs_of(Rows x, int64_t row, int64_t group, const int bits) {
+    return x.codes + (row * x.num_groups + group) * GROUP * input_bytes(bits);
+}
+
+/* `multiply_group` writes the products of one group of inputs and codes. Starts are zero where weights have minimums. */
+#if defined __AVX2__ && !defined __AVX512F__
+/* A lane has two sums of 16 bits, each of the products of half a group with codes of four bits. */
 _Static_assert(GROUP / 2 * 15 * LARGEST <= INT16_MAX, "sums of half a group");
 
-/* Add pairs of products in place: gcc would multiply all steps before it adds, and keep the products in memory. */
-INLINE void add_products_of_pairs(__m256i *sum, __m256i codes, __m256i inputs) {
-    *sum = _mm256_add_epi16(*sum, _mm256_maddubs_epi16(codes, inputs));
+/* Add products in place: gcc would multiply all steps before it adds, and keep the products in memory. */
+INLINE void add_pairs(__m256i *sum, __m256i codes, __m256i inputs, const int bits) {
+    if (bits == 4)
+        *sum = _mm256_add_epi16(*sum, _mm256_maddubs_epi16(codes, inputs));
+    else
+        *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(codes, inputs));
     __asm__("" : "+x"(*sum));
 }
 
 INLINE void multiply_group(
     const uint8_t *codes, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS], const int num_rows,
-    const int num_vectors, const int bits) {
-    const __m256i low_bits = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
-    __m256i low[TILE_ROWS][TILE_VECTORS] = {0}, high[TILE_ROWS][TILE_VECTORS] = {0};
+    const int num_vectors, const int bits, const int has_minimums) {
+    const __m256i first_bits = bits == 4 ? _mm256_set1_epi8(15) : _mm256_set1_epi16(255);
+    __m256i of_pairs[TILE_ROWS][TILE_VECTORS] = {0};
     for (int s = 0; s < STEPS * bits / 8; s++, codes += STEP_BYTES) {
-        __m256i of_low[TILE_VECTORS], of_high[TILE_VECTORS];
+        __m256i first[TILE_VECTORS], second[TILE_VECTORS]; /* of each two codes */
         for (int c = 0; c < num_vectors; c++) {
             const __m256i of = _mm256_loadu_si256((const __m256i *)(codes + c * VECTOR_BYTES));
-            of_low[c] = _mm256_and_si256(of, low_bits);
-            of_high[c] = _mm256_and_si256(_mm256_srli_epi16(of, 4), low_bits);
+            first[c] = _mm256_and_si256(of, first_bits);
+            second[c] = _mm256_srli_epi16(of, bits);
+            if (bits == 4) second[c] = _mm256_and_si256(second[c], first_bits);
         }
         for (int r = 0; r < num_rows; r++) {
-            const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
-            const __m256i inputs = (__m256i)broadcast(from);
-            for (int c = 0; c < num_vectors; c++) add_products_of_pairs(low[r] + c, of_low[c], inputs);
-            if (bits == 8) {
-                for (int c = 0; c < num_vectors; c++) add_products_of_pairs(high[r] + c, of_high[c], inputs);
-                continue;
-            }
-            const __m256i others = (__m256i)broadcast(from + PER_LANE);
-            for (int c = 0; c < num_vectors; c++) add_products_of_pairs(low[r] + c, of_high[c], others);
+            const int8_t *from = inputs_of(x, r, group, bits) + 2 * PER_LANE * s;
+            const __m256i firsts = (__m256i)broadcast(from), seconds = (__m256i)broadcast(from + PER_LANE);
+            for (int c = 0; c < num_vectors; c++) add_pairs(of_pairs[r] + c, first[c], firsts, bits);
+            for (int c = 0; c < num_vectors; c++) add_pairs(of_pairs[r] + c, second[c], seconds, bits);
         }
     }
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) {
-            sum[r][c] = x.starts[r * x.num_groups + group] + (ints)_mm256_madd_epi16(low[r][c], one);
-            if (bits == 8) sum[r][c] += (ints)_mm256_madd_epi16(high[r][c], sixteen);
+            const __m256i of = of_pairs[r][c];
+            sum[r][c] = (ints)(bits == 4 ? _mm256_madd_epi16(of, _mm256_set1_epi16(1)) : of);
+            if (!has_minimums) sum[r][c] += x.starts[r * x.num_groups + group];
         }
 }
 #else
 INLINE void multiply_group(
     const uint8_t *codes, Rows x, int64_t group, ints sum[TILE_ROWS][TILE_VECTORS], const int num_rows,
-    const int num_vectors, const int bits) {
+    const int num_vectors, const int bits, const int has_minimums) {
     for (int r = 0; r < num_rows; r++)
-        for (int c = 0; c < num_vectors; c++) sum[r][c] = (ints){0} + x.starts[r * x.num_groups + group];
+        for (int c = 0; c < num_vectors; c++)
+            sum[r][c] = (ints){0} + (has_minimums ? 0 : x.starts[r * x.num_groups + group]);
     for (int s = 0; s < STEPS * bits / 8; s++, codes += STEP_BYTES) {
         bytes of[TILE_VECTORS];
         for (int c = 0; c < num_vectors; c++) of[c] = *(const bytes *)(codes + c * VECTOR_BYTES);
         for (int r = 0; r < num_rows; r++) {
-            const int8_t *from = x.codes + (r * x.num_groups + group) * GROUP + s * PER_LANE * 8 / bits;
+            const int8_t *from = inputs_of(x, r, group, bits) + s * PER_LANE * 8 / bits;
             const ints inputs = broadcast(from);
             if (bits == 8) {
                 for (int c = 0; c < num_vectors; c++) sum[r][c] = add_large(sum[r][c], of[c], inputs);
@@ -147,12 +159,11 @@ typedef struct {
 /* Add products to `total`. */
 INLINE void multiply_tile(
     Matrix w, Rows x, Chunk chunk, float total[][TILE_OUTPUTS], const int num_rows, const int num_vectors,
-    const int bits) {
+    const int bits, const int has_minimums) {
     const int64_t shift = __builtin_ctzll(w.group_size / GROUP), step = scale_step(w);
     floats part[TILE_ROWS][TILE_VECTORS];
     for (int r = 0; r < num_rows; r++)
         for (int c = 0; c < num_vectors; c++) part[r][c] = *(const floats *)(total[r] + c * LANES);
-    /* With little arithmetic the processor fetches ahead itself, and slower if told to fetch far. */
     const int64_t ahead = chunk.num_tiles == 1 && num_rows <= bits / 4 ? NEAR : AHEAD;
     int64_t next_fetch = chunk.first_group + chunk.tile;
     for (int64_t group = chunk.first_group; group < chunk.end_group; group++) {
@@ -161,7 +172,8 @@ INLINE void multiply_tile(
             next_fetch += chunk.num_tiles;
         }
         ints sum[TILE_ROWS][TILE_VECTORS];
-        multiply_group(w.codes + group * STEPS * bits / 8 * STEP_BYTES, x, group, sum, num_rows, num_vectors, bits);
+        const uint8_t *codes = w.codes + group * STEPS * bits / 8 * STEP_BYTES;
+        multiply_group(codes, x, group, sum, num_rows, num_vectors, bits, has_minimums);
         const int64_t at = (group >> shift) * step;
         for (int c = 0; c < num_vectors; c++) {
             floats scale = load_halves(w.scales + at + c * LANES);
@@ -169,7 +181,7 @@ INLINE void multiply_tile(
                 part[r][c] = multiply_add(
                     part[r][c], __builtin_convertvector(sum[r][c], floats), scale * x.scales[r * x.num_groups + group]);
         }
-        if (w.minimums)
+        if (has_minimums)
             for (int c = 0; c < num_vectors; c++) {
                 floats minimum = load_halves(w.minimums + at + c * LANES);
                 for (int r = 0; r < num_rows; r++)
@@ -193,12 +205,15 @@ INLINE void part_pairs(int8_t *codes) {
 }
 
 INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
-    int8_t *codes = x.codes + at * GROUP;
+    int8_t *codes = x.codes + at * GROUP * input_bytes(w.bits);
     float most = largest_of(from, GROUP), factor = LARGEST / (most > LEAST ? most : LEAST);
     int32_t sum = 0, is_finite = most == most, whole[GROUP];
     for (int i = 0; i < GROUP; i++) whole[i] = is_finite ? (int32_t)rintf(load(from[i]) * factor) : 0;
     for (int i = 0; i < GROUP; i++) sum += whole[i];
-    for (int i = 0; i < GROUP; i++) codes[i] = (int8_t)whole[i];
+    if (input_bytes(w.bits) == 1)
+        for (int i = 0; i < GROUP; i++) codes[i] = (int8_t)whole[i];
+    else
+        for (int i = 0; i < GROUP; i++) ((int16_t *)codes)[i] = (int16_t)whole[i / 4 * 4 + i % 2 * 2 + i / 2 % 2];
     if (w.bits == 4) part_pairs(codes);
     x.scales[at] = most / LARGEST;
     x.sums[at] = x.scales[at] * (float)sum;
@@ -213,32 +228,31 @@ INLINE void store_tile(
             out[r * out_stride + i] = round_to_element(tile[r][i] + (bias ? load(bias[i]) : 0.0f));
 }
 
-#define TILE(rows, vectors, bits) \
-    case 10 * rows + vectors: multiply_tile(w, x, chunk, total, rows, vectors, bits); break;
+#define TILE(rows, vectors) \
+    case 10 * rows + vectors: multiply_tile(w, x, chunk, total, rows, vectors, bits, has_minimums); break;
 #if defined __AVX512F__
-#define ROWS_FROM_5(vectors, bits) TILE(5, vectors, bits) TILE(6, vectors, bits)
+#define ROWS_FROM_5(vectors) TILE(5, vectors) TILE(6, vectors)
 #else
-#define ROWS_FROM_5(vectors, bits)
+#define ROWS_FROM_5(vectors)
 #endif
-#define ANY_ROWS(vectors, bits) \
-    TILE(1, vectors, bits) TILE(2, vectors, bits) TILE(3, vectors, bits) TILE(4, vectors, bits) \
-    ROWS_FROM_5(vectors, bits)
-#define TILES_OF(bits) ANY_ROWS(1, bits) ANY_ROWS(2, bits)
+#define ANY_ROWS(vectors) TILE(1, vectors) TILE(2, vectors) TILE(3, vectors) TILE(4, vectors) ROWS_FROM_5(vectors)
 
 INLINE void multiply_any_tile(
     Matrix w, Rows x, Chunk chunk, float total[][TILE_OUTPUTS], int64_t num_rows, int64_t num_vectors,
-    const int bits) {
-    switch (10 * num_rows + num_vectors) { TILES_OF(bits) }
+    const int bits, const int has_minimums) {
+    switch (10 * num_rows + num_vectors) { ANY_ROWS(1) ANY_ROWS(2) }
 }
 
-INLINE Rows rows_from(Rows x, int64_t row) {
+INLINE Rows rows_from(Rows x, int64_t row, const int bits) {
     int64_t group = row * x.num_groups;
-    return (Rows){x.codes + group * GROUP, x.scales + group, x.sums + group, x.starts + group, x.num_groups};
+    int8_t *codes = x.codes + group * GROUP * input_bytes(bits);
+    return (Rows){codes, x.scales + group, x.sums + group, x.starts + group, x.num_groups};
 }
 
 /* Multiply at most BLOCK_ROWS rows, in tiles of nearly as many: one of a single row would unpack codes for it alone. */
 INLINE void multiply_rows(
-    Matrix w, Rows x, float total[][TILE_OUTPUTS], int64_t num_rows, int64_t num_vectors, const int bits) {
+    Matrix w, Rows x, float total[][TILE_OUTPUTS], int64_t num_rows, int64_t num_vectors, const int bits,
+    const int has_minimums) {
     const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS, length = num_tiles > 1 ? CHUNK : x.num_groups;
     memset(total, 0, num_rows * sizeof *total);
     for (int64_t first = 0; first < x.num_groups; first += length) {
@@ -246,7 +260,8 @@ INLINE void multiply_rows(
         for (int64_t tile = 0; tile < num_tiles; tile++) {
             const int64_t row = tile * num_rows / num_tiles, next_row = (tile + 1) * num_rows / num_tiles;
             const Chunk chunk = {first, end, tile, num_tiles};
-            multiply_any_tile(w, rows_from(x, row), chunk, total + row, next_row - row, num_vectors, bits);
+            multiply_any_tile(
+                w, rows_from(x, row, bits), chunk, total + row, next_row - row, num_vectors, bits, has_minimums);
         }
     }
 }
@@ -324,7 +339,8 @@ INLINE void end_products(void) {}
 #endif
 
 INLINE void multiply_outputs_of(
-    Matrix w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first, const int bits) {
+    Matrix w, Rows x, const element *bias, element *out, int64_t num_rows, int64_t first, const int bits,
+    const int has_minimums) {
     const int64_t left = w.num_outputs - first < TILE_OUTPUTS ? w.num_outputs - first : TILE_OUTPUTS;
     const int64_t lane = first % OUTPUTS, block = first / OUTPUTS;
     const int64_t scales_at = block * (w.num_inputs / w.group_size) * scale_step(w) + lane;
@@ -338,10 +354,11 @@ INLINE void multiply_outputs_of(
         count = num_rows - row < BLOCK_ROWS ? num_rows - row : BLOCK_ROWS;
 #if defined USES_TILES
         if (left > LANES && count >= AMX_ROWS)
-            multiply_amx_rows(w, rows_from(x, row), total, bits), count = AMX_ROWS;
+            multiply_amx_rows(w, rows_from(x, row, bits), total, bits), count = AMX_ROWS;
         else
 #endif
-            multiply_rows(w, rows_from(x, row), total, count, (left + LANES - 1) / LANES, bits);
+            multiply_rows(
+                w, rows_from(x, row, bits), total, count, (left + LANES - 1) / LANES, bits, has_minimums);
         store_tile(total, bias, out + row * w.num_outputs, w.num_outputs, count, left);
     }
 }

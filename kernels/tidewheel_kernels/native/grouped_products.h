@@ -192,16 +192,22 @@ INLINE void multiply_tile(
         for (int c = 0; c < num_vectors; c++) *(floats *)(total[r] + c * LANES) = part[r][c];
 }
 
+/* In registers: gcc would copy an array of words to the stack, and wait for it. */
+typedef uint64_t words __attribute__((vector_size(GROUP), aligned(1), may_alias));
+
 /* Move every second of eight bytes to the front. */
-INLINE void part_pairs(int8_t *codes) {
-    uint64_t words[GROUP / 8];
-    memcpy(words, codes, GROUP);
-    for (int i = 0; i < GROUP / 8; i++) {
-        uint64_t even = words[i] & 0x00ff00ff00ff00ff, odd = words[i] >> 8 & 0x00ff00ff00ff00ff;
-        even = (even | even >> 8) & 0x0000ffff0000ffff, odd = (odd | odd >> 8) & 0x0000ffff0000ffff;
-        words[i] = ((even | even >> 16) & 0xffffffff) | (odd | odd >> 16) << 32;
+INLINE void part_pairs(void *codes) {
+    words all = *(words *)codes, even = all & 0x00ff00ff00ff00ff, odd = all >> 8 & 0x00ff00ff00ff00ff;
+    even = (even | even >> 8) & 0x0000ffff0000ffff, odd = (odd | odd >> 8) & 0x0000ffff0000ffff;
+    *(words *)codes = ((even | even >> 16) & 0xffffffff) | (odd | odd >> 16) << 32;
+}
+
+/* Exchange the second and the third of four codes of 16 bits. */
+INLINE void exchange_middle(void *codes) {
+    for (int i = 0; i < 2; i++) {
+        words all = ((words *)codes)[i], moved = (all >> 16 & 0xffff0000) | (all << 16 & 0xffff00000000);
+        ((words *)codes)[i] = (all & 0xffff00000000ffff) | moved;
     }
-    memcpy(codes, words, GROUP);
 }
 
 INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
@@ -210,11 +216,13 @@ INLINE void round_group(const element *from, Rows x, int64_t at, Matrix w) {
     int32_t sum = 0, is_finite = most == most, whole[GROUP];
     for (int i = 0; i < GROUP; i++) whole[i] = is_finite ? (int32_t)rintf(load(from[i]) * factor) : 0;
     for (int i = 0; i < GROUP; i++) sum += whole[i];
-    if (input_bytes(w.bits) == 1)
+    if (input_bytes(w.bits) == 1) {
         for (int i = 0; i < GROUP; i++) codes[i] = (int8_t)whole[i];
-    else
-        for (int i = 0; i < GROUP; i++) ((int16_t *)codes)[i] = (int16_t)whole[i / 4 * 4 + i % 2 * 2 + i / 2 % 2];
-    if (w.bits == 4) part_pairs(codes);
+        if (w.bits == 4) part_pairs(codes);
+    } else {
+        for (int i = 0; i < GROUP; i++) ((int16_t *)codes)[i] = (int16_t)whole[i];
+        exchange_middle(codes);
+    }
     x.scales[at] = most / LARGEST;
     x.sums[at] = x.scales[at] * (float)sum;
     x.starts[at] = w.minimums ? 0 : -sum * (1 << (w.bits - 1));
@@ -359,6 +367,10 @@ INLINE void multiply_outputs_of(
 #endif
             multiply_rows(
                 w, rows_from(x, row, bits), total, count, (left + LANES - 1) / LANES, bits, has_minimums);
-        store_tile(total, bias, out + row * w.num_outputs, w.num_outputs, count, left);
+        /* Of a constant width without a call of memcpy for each row. */
+        if (left == TILE_OUTPUTS)
+            store_tile(total, bias, out + row * w.num_outputs, w.num_outputs, count, TILE_OUTPUTS);
+        else
+            store_tile(total, bias, out + row * w.num_outputs, w.num_outputs, count, left);
     }
 }

@@ -15,7 +15,7 @@ enum { TILE_ROWS = 6, NEAR = 1 };
 #else
 enum { TILE_ROWS = 4, NEAR = 3 };
 #endif
-enum { SHARES = 8 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
+enum { SHARES = 32 /* of a thread */, MIN_ROWS_TO_SHARE = 4 };
 
 /* Rows of a block share a chunk of weights in the first cache, while the next chunk is fetched. */
 enum { BLOCK_ROWS = 64, CHUNK = 8 /* groups */, AHEAD = 16 /* groups, at least a chunk */, AMX_ROWS = 32 };

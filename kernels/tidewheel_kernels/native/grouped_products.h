@@ -96,16 +96,20 @@ INLINE void multiply_group(
     const int num_vectors, const int bits, const int has_minimums) {
     const __m256i first_bits = bits == 4 ? _mm256_set1_epi8(15) : _mm256_set1_epi16(255);
     __m256i of_pairs[TILE_ROWS][TILE_VECTORS] = {0};
+    const int8_t *inputs = inputs_of(x, 0, group, bits);
+    const int64_t row_bytes = x.num_groups * GROUP * input_bytes(bits);
+    __asm__("" : "+r"(inputs)); /* else each row has two pointers, most of them in memory */
     for (int s = 0; s < STEPS * bits / 8; s++, codes += STEP_BYTES) {
         __m256i first[TILE_VECTORS], second[TILE_VECTORS]; /* of each two codes */
         for (int c = 0; c < num_vectors; c++) {
-            const __m256i of = _mm256_loadu_si256((const __m256i *)(codes + c * VECTOR_BYTES));
+            __m256i of = _mm256_loadu_si256((const __m256i *)(codes + c * VECTOR_BYTES));
+            __asm__("" : "+x"(of)); /* else it is read twice */
             first[c] = _mm256_and_si256(of, first_bits);
             second[c] = _mm256_srli_epi16(of, bits);
             if (bits == 4) second[c] = _mm256_and_si256(second[c], first_bits);
         }
         for (int r = 0; r < num_rows; r++) {
-            const int8_t *from = inputs_of(x, r, group, bits) + 2 * PER_LANE * s;
+            const int8_t *from = inputs + r * row_bytes + 2 * PER_LANE * s;
             const __m256i firsts = (__m256i)broadcast(from), seconds = (__m256i)broadcast(from + PER_LANE);
             for (int c = 0; c < num_vectors; c++) add_pairs(of_pairs[r] + c, first[c], firsts, bits);
             for (int c = 0; c < num_vectors; c++) add_pairs(of_pairs[r] + c, second[c], seconds, bits);

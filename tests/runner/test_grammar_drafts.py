@@ -17,7 +17,14 @@ from tidewheel.batch import TO_DRAFT, Int32Array, RowArray
 from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
 from tidewheel.scheduler import speculation
-from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND, MAX_FORCED_ROWS, GrammarDrafts, Proposals
+from tidewheel.scheduler.speculation import (
+    COPIED_KIND,
+    FORCED_KIND,
+    MAX_FORCED_ROWS,
+    REPEATED_KIND,
+    GrammarDrafts,
+    Proposals,
+)
 
 MOST = 24
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
@@ -99,7 +106,7 @@ class Rows:
 
     def text(self, row: int = 0) -> str:
         ((drafts, kind),) = self.propose(row)
-        assert kind == FORCED_KIND or not drafts
+        assert kind in (FORCED_KIND, REPEATED_KIND) or not drafts
         compiled = self.compiled[row]
         assert compiled is not None
         return compiled.tokenizer.decode_str(drafts)
@@ -134,14 +141,16 @@ def test_forced_text_has_the_tokens_that_it_had_before(pair_compiler: GrammarCom
     rows = Rows(pair_compiler, [Grammar.json_schema({"type": "array", "items": SCHEMA, "minItems": 3})])
     apart = [token_id for byte in '"size":' for token_id in rows.tokens(byte)]
     assert len(rows.tokens('"size":')) == len(apart) - 1
-    rows.append(0, [*rows.tokens('[{"name": "a", '), *apart])
+    rows.append(0, rows.tokens('[{"name": "a", '))
+    assert rows.propose(0) == [(rows.tokens('"size":'), FORCED_KIND)]
+    rows.append(0, apart)
     rows.append(0, rows.tokens('5, "kind": "box"}, {"name": "b", '))
-    assert rows.propose(0) == [(apart, FORCED_KIND)]
+    assert rows.propose(0) == [(apart, REPEATED_KIND)]
     rows.append(0, apart[:2])
-    assert rows.propose(0) == [(apart[2:], FORCED_KIND)]
+    assert rows.propose(0) == [(apart[2:], REPEATED_KIND)]
     rows.append(0, rows.tokens('ize":6, "kind": "box"}, {"name": "c", '))
     rows.append(0, rows.tokens('"si'))  # `si` is one token now, and ends where `i` did
-    assert rows.propose(0) == [(apart[3:], FORCED_KIND)]
+    assert rows.propose(0) == [(apart[3:], REPEATED_KIND)]
 
 
 def test_a_word_goes_on_as_in_the_prompt(pair_compiler: GrammarCompiler) -> None:

@@ -14,7 +14,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.scheduler import goodput as module
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, AcceptanceRates, DecodeCost, DecodeStep, Goodput
 from tidewheel.scheduler.prompt_lookup import MATCH_KINDS
-from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND
+from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND, REPEATED_KIND
 
 # SmolLM2-135M on two cores, and a small model on a GPU.
 CPU = [(1, 0.0077), (2, 0.0077), (4, 0.0078), (8, 0.0095), (16, 0.0146), (32, 0.026), (64, 0.05), (128, 0.1)]
@@ -384,4 +384,9 @@ def test_the_class_of_a_row_is_that_of_the_request_in_it() -> None:
 
 
 def test_kinds_are_those_of_proposals() -> None:
-    assert [*range(module.NUM_KINDS)] == [*sorted(set(MATCH_KINDS.tolist())), COPIED_KIND, FORCED_KIND]
+    assert [*range(module.NUM_KINDS)] == [
+        *sorted(set(MATCH_KINDS.tolist())),
+        COPIED_KIND,
+        FORCED_KIND,
+        REPEATED_KIND,
+    ]

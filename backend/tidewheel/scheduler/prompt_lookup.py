@@ -51,8 +51,7 @@ class PromptLookup(Proposer):
         self._masks = np.zeros(num_rows, dtype=np.int64)  # slots that a row uses, less one
         self._full_ends = self._ends.copy()  # end at which these are too few
         self._slots = np.zeros((num_rows, len(_RUN_SIZES)), dtype=np.int64)  # of the runs before a row's end
-        self._counts = np.full(MAX_MATCH + 1, most, dtype=np.int32)
-        self._counts[0] = 0
+        self._counts = np.minimum(np.arange(MAX_MATCH + 1, dtype=np.int32), 1) * most
         # [period, most] indices of a proposal's tokens: text that loops goes on looping.
         self._offsets = np.arange(most) % np.arange(most + 1).clip(1)[:, None]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ANY_BUDGET = 1 << 30
-COPIED_KIND, FORCED_KIND = NUM_KINDS - 2, NUM_KINDS - 1  # of `Proposals`; other proposers use the kinds before
+COPIED_KIND, FORCED_KIND, REPEATED_KIND = range(NUM_KINDS - 3, NUM_KINDS)  # other proposers use the kinds before
 MAX_FORCED_ROWS = 8  # with a grammar, of a call that drafts for them: one takes 30 to 150 µs
 BYTES_PER_DRAFT = 8  # of the text that is drafted
 MAX_WORD_BYTES = 32
@@ -88,7 +88,7 @@ class _GrammarRow:
         self._read(output)
         self._prompt = self._tokenizer.decode_bytes(prompt[-MAX_PROMPT_TOKENS:])
         self._words = b" " + self._prompt.translate(_WORDS_ALONE)
-        self._last_place = 0  # of a word in the prompt
+        self._last_place, self.forced_kind = 0, FORCED_KIND  # of a word in the prompt; of the last forced text
 
     def append(self, token_ids: list[int]) -> None:
         self.matcher.consume_tokens(token_ids)
@@ -122,10 +122,12 @@ class _GrammarRow:
         return self._tokenizer.tokenize_bytes(self._prompt[end : end + BYTES_PER_DRAFT * most])[:most]
 
     def _as_before(self, text: bytes) -> list[int]:
-        """Return the tokens of forced text, split as last in the answer: a model may split a name its own way."""
+        """Split forced text as last in the answer, since a model may split a name its own way. Set `forced_kind`."""
         begin = self._text.rfind(text)
         first, last = bisect_left(self._ends, begin), bisect_right(self._ends, begin + len(text)) - 1
-        if begin < 0 or self._ends[first] != begin:
+        has_split = begin >= 0 and self._ends[first] == begin
+        self.forced_kind = REPEATED_KIND if has_split else FORCED_KIND
+        if not has_split:
             return self._tokenizer.tokenize_bytes(text)
         return self._token_ids[first:last] + self._tokenizer.tokenize_bytes(text[self._ends[last] - begin :])
 
@@ -192,7 +194,7 @@ class GrammarDrafts(Proposer):
         found = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
         most = token_ids.shape[1] if len(found) <= MAX_FORCED_ROWS else 0
         for index, row in found:
-            drafts, kind = row.forced(most), FORCED_KIND
+            drafts, kind = row.forced(most), row.forced_kind
             if not drafts:
                 drafts, kind = row.allowed(token_ids[index, : counts[index]].tolist()), kinds[index]
             if not drafts and most and (copied := row.allowed(row.copied(most))):
@@ -248,8 +250,7 @@ class Speculation:
 
     def drafts(self, rows: RowArray, counts: Int32Array) -> Int32Array:
         """Return the first `counts` [n] drafts of rows [sum of counts], row by row."""
-        is_used = np.arange(self._token_ids.shape[1]) < counts[:, None]
-        return self._token_ids[rows][is_used]
+        return self._token_ids[rows][np.arange(self._token_ids.shape[1]) < counts[:, None]]
 
     def observe(self, rows: RowArray, tokens: Int32Array) -> None:
         """Learn a step's tokens [n] of running rows; a row with accepted drafts repeats."""

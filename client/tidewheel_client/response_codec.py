@@ -151,9 +151,7 @@ def _unpack(datatype: str, raw: bytes, shape: Sequence[int] = (-1,)) -> tuple[An
     if datatype == "UINT8":  # of a picture
         return (np.frombuffer(raw, np.uint8).reshape(shape),)
     if datatype == "BYTES":
-        if _length(raw) == len(raw) - 4:
-            return (raw[4:].decode("utf-8", "replace"),)
-        return tuple(_strings(raw))
+        return (raw[4:].decode("utf-8", "replace"),) if _length(raw) == len(raw) - 4 else tuple(_strings(raw))
     one = _ONE[datatype]
     if len(raw) == one.size:
         return one.unpack(raw)

@@ -21,6 +21,8 @@ from tidewheel.scheduler.speculation import (
     COPIED_KIND,
     FORCED_KIND,
     MAX_FORCED_ROWS,
+    NUM_OTHER_KINDS,
+    NUMBER_KIND,
     REPEATED_KIND,
     GrammarDrafts,
     Proposals,
@@ -164,10 +166,10 @@ def test_a_word_goes_on_as_in_the_prompt(pair_compiler: GrammarCompiler) -> None
         assert rows.propose(0) == [(rows.tokens(rest), COPIED_KIND)]
     for text in ('", "Lex', '", "nn', '", "'):  # no such word, no beginning of one, none begun
         rows.append(0, rows.tokens(text))
-        assert rows.propose(0) == [([], 0)]
+        assert rows.propose(0) == [([], NUM_OTHER_KINDS)]
     rows.append(1, rows.tokens('["L'))
     rows.inner.drafts = rows.tokens("ee")
-    assert rows.propose(1) == [(rows.inner.drafts, 0)]  # another proposer's come first
+    assert rows.propose(1) == [(rows.inner.drafts, NUM_OTHER_KINDS)]  # another proposer's come first
     rows.inner.drafts = [TO_DRAFT] * 3  # of which the grammar allows none
     assert rows.propose(1) == [(rows.tokens("ee Anna Bauer"), COPIED_KIND)]
 
@@ -178,21 +180,45 @@ def test_words_are_sought_at_the_end_of_a_long_prompt(
     monkeypatch.setattr(speculation, "MAX_PROMPT_TOKENS", len(" Lear"))
     rows = Rows(compiler, [Grammar.json_schema({"type": "string"})], prompt="Anton Lear")
     rows.append(0, rows.tokens('"Ant'))
-    assert rows.propose(0) == [([], 0)]
+    assert rows.propose(0) == [([], NUM_OTHER_KINDS)]
     rows.append(0, rows.tokens(" Le"))
     assert rows.propose(0) == [(rows.tokens("ar"), COPIED_KIND)]
+
+
+def test_the_next_number_of_the_prompt_is_drafted_where_one_is_due(compiler: GrammarCompiler) -> None:
+    fields = {"name": {"type": "string"}, "size": {"type": "integer"}, "price": {"type": "number"}}
+    item = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    rows = Rows(compiler, [Grammar.json_schema({"type": "array", "items": item})], prompt="a 12 0.5, b 7 2.25, c 9 1")
+    rows.append(0, rows.tokens('[{"name": "'))
+    assert rows.propose(0) == [([], NUM_OTHER_KINDS)]  # digits may follow, and letters too
+    rows.append(0, rows.tokens('a", "size":'))
+    assert rows.propose(0) == [(rows.tokens(" 12"), NUMBER_KIND)]
+    rows.append(0, rows.tokens(" "))
+    assert rows.propose(0) == [(rows.tokens("12"), NUMBER_KIND)]
+    rows.append(0, rows.tokens("1"))
+    assert rows.propose(0) == [(rows.tokens("2"), NUMBER_KIND)]
+    rows.append(0, rows.tokens('3, "price": '))  # 13, which the prompt has not
+    assert rows.propose(0) == [(rows.tokens("12"), NUMBER_KIND)]
+    rows.append(0, rows.tokens('0.5}, {"name": "b", "size": '))
+    assert rows.propose(0) == [(rows.tokens("7"), NUMBER_KIND)]
+    rows.append(0, rows.tokens('7, "price": '))
+    assert rows.propose(0) == [(rows.tokens("2.25"), NUMBER_KIND)]
+    rows.append(0, rows.tokens('0}, {"name": "c", "size": '))
+    assert rows.propose(0) == [(rows.tokens("2"), NUMBER_KIND)]  # an integer
+    rows.append(0, rows.tokens('1, "price": '))
+    assert rows.propose(0) == [([], NUM_OTHER_KINDS)]  # 1 was the last
 
 
 def test_drafts_of_another_proposer_end_where_the_grammar_forbids_them(compiler: GrammarCompiler) -> None:
     grammar = Grammar.regex("[a-z]{3}[0-9]{3}")
     drafts = Rows(compiler, [grammar]).tokens("ab12")
     rows = Rows(compiler, [grammar, None], drafts)
-    assert rows.propose(0, 1) == [(drafts[:2], 0), (drafts, 0)]
+    assert rows.propose(0, 1) == [(drafts[:2], NUM_OTHER_KINDS), (drafts, 0)]
     rows.inner.drafts = [TO_DRAFT] * 3
-    assert rows.propose(1, 0) == [([TO_DRAFT] * 3, 0), ([], 0)]
+    assert rows.propose(1, 0) == [([TO_DRAFT] * 3, 0), ([], NUM_OTHER_KINDS)]
     rows.append(0, [ENDS[0]])  # no text of the grammar
     rows.inner.drafts = drafts
-    assert rows.propose(0) == [([], 0)]
+    assert rows.propose(0) == [([], NUM_OTHER_KINDS)]
 
 
 def test_many_rows_have_no_forced_drafts(compiler: GrammarCompiler) -> None:

@@ -14,7 +14,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.scheduler import goodput as module
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, AcceptanceRates, DecodeCost, DecodeStep, Goodput
 from tidewheel.scheduler.prompt_lookup import MATCH_KINDS
-from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND, REPEATED_KIND
+from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND, NUM_OTHER_KINDS, NUMBER_KIND, REPEATED_KIND
 
 # SmolLM2-135M on two cores, and a small model on a GPU.
 CPU = [(1, 0.0077), (2, 0.0077), (4, 0.0078), (8, 0.0095), (16, 0.0146), (32, 0.026), (64, 0.05), (128, 0.1)]
@@ -384,9 +384,9 @@ def test_the_class_of_a_row_is_that_of_the_request_in_it() -> None:
 
 
 def test_kinds_are_those_of_proposals() -> None:
-    assert [*range(module.NUM_KINDS)] == [
-        *sorted(set(MATCH_KINDS.tolist())),
-        COPIED_KIND,
-        FORCED_KIND,
-        REPEATED_KIND,
-    ]
+    of_lookup = [0, *MATCH_KINDS.tolist()]
+    of_grammars = [kind + NUM_OTHER_KINDS for kind in of_lookup]
+    kinds = {*of_lookup, *of_grammars, COPIED_KIND, NUMBER_KIND, FORCED_KIND, REPEATED_KIND}
+    assert (
+        kinds == set(range(module.NUM_KINDS)) and max(of_lookup) < min(of_grammars) <= max(of_grammars) < COPIED_KIND
+    )

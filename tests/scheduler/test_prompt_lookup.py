@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tidewheel.batch import Int32Array
 from tidewheel.scheduler import prompt_lookup
 from tidewheel.scheduler.prompt_lookup import MATCH_KINDS, MAX_MATCH, PromptLookup
-from tidewheel.scheduler.speculation import COPIED_KIND
+from tidewheel.scheduler.speculation import NUM_OTHER_KINDS
 
 NUM_ROWS, MOST, MAX_MODEL_LEN = 3, 6, 96
 VOCABULARY = range(1, 4)
@@ -213,4 +213,4 @@ def test_a_step_without_rows_is_empty() -> None:
 
 def test_every_match_has_a_kind() -> None:
     assert MATCH_KINDS.tolist() == sorted(MATCH_KINDS.tolist())
-    assert set(MATCH_KINDS.tolist()) == set(range(COPIED_KIND))
+    assert set(MATCH_KINDS.tolist()) == set(range(NUM_OTHER_KINDS))

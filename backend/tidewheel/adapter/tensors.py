@@ -286,9 +286,7 @@ def _parameter(tensor: Any) -> object:
     check_size(name, num_bytes, MAX_PARAMETER_BYTES)
     if _SAMPLING_DIMS[name] == (-1,):
         return [_to_python(name, item) for item in items]
-    if name == "logit_bias":
-        return parse_json(scalar(tensor), name)
-    return _to_python(name, scalar(tensor))
+    return parse_json(scalar(tensor), name) if name == "logit_bias" else _to_python(name, scalar(tensor))
 
 
 def _to_python(name: str, item: Any) -> object:

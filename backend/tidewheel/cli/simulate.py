@@ -58,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--save-cost goes with --calibrate")
     if args.replay is not None:
         return _replay(args.replay)
-    if args.calibrate is not None:
-        return _calibrate(args.calibrate, args.save_cost)
-    return _simulate(args)
+    return _simulate(args) if args.calibrate is None else _calibrate(args.calibrate, args.save_cost)
 
 
 def _simulate(args: argparse.Namespace) -> int:

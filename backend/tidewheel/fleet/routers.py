@@ -247,9 +247,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         cost += self.waiting[request.priority - 1]
         cost -= self._cached_tokens(request)
         slot = int(cost.argmin())
-        if num_open[slot] < bound:
-            return slot
-        return int(np.where(num_open < bound, cost, np.inf).argmin())
+        return slot if num_open[slot] < bound else int(np.where(num_open < bound, cost, np.inf).argmin())
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
         ahead = self.waiting[request.priority - 1] - self._cached_tokens(request)

@@ -147,9 +147,7 @@ class PrefixCache:
 
     def estimate(self, request: Request) -> int:
         """Return about how many prompt tokens are cached, by binary search: a block rarely outlives one before it."""
-        if not self.is_enabled:
-            return 0
-        return self._num_found(request, self._extend(request)) * self._block_size
+        return self._num_found(request, self._extend(request)) * self._block_size if self.is_enabled else 0
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
         """Return the host slots of a cached prefix; None if one was evicted."""

@@ -74,9 +74,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
         return plain / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(plain, rope)
-    if rope.rope_type == "yarn":
-        return _yarn(plain, rope, rotary_dim)
-    return plain
+    return _yarn(plain, rope, rotary_dim) if rope.rope_type == "yarn" else plain
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:

@@ -111,9 +111,7 @@ def _expected_window(config: Any, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return window if kinds[layer] == "sliding_attention" else 0
-    if hasattr(config, "use_sliding_window"):
-        return window if config.use_sliding_window else None
-    return window
+    return window if getattr(config, "use_sliding_window", True) else None
 
 
 def _check_call(call: AttentionCall, window: int | None) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tidewheel.batch import Int32Array, RowArray
 
-NUM_KINDS = 11  # of proposals
+NUM_KINDS = 20  # of proposals
 MARGIN = 0.03  # least gain of drafts: it covers errors of the estimates
 SLACK_TOKENS = 1.0  # that drafts may cost a request
 SLACK = 0.02  # the same in proportion to its tokens

@@ -6,6 +6,7 @@ from transformers via speculative decoding", 2023, whose rule of acceptance draw
 """
 
 import itertools
+import re
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from operator import itemgetter
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ANY_BUDGET = 1 << 30
-COPIED_KIND, FORCED_KIND, REPEATED_KIND = range(NUM_KINDS - 3, NUM_KINDS)  # other proposers use the kinds before
+COPIED_KIND, NUMBER_KIND, FORCED_KIND, REPEATED_KIND = range(NUM_KINDS - 4, NUM_KINDS)
+NUM_OTHER_KINDS = (NUM_KINDS - 4) // 2  # of other proposers; again for their drafts in rows with grammars
 MAX_FORCED_ROWS = 8  # with a grammar, of a call that drafts for them: one takes 30 to 150 µs
 BYTES_PER_DRAFT = 8  # of the text that is drafted
 MAX_WORD_BYTES = 32
 MAX_PROMPT_TOKENS = 8192  # at the end of a prompt, that are searched for words
-SPACING_BYTES = 4096  # at the end of the answer, that show where it has spaces
+RECENT_BYTES = 4096  # at the end of the answer, that are searched for spaces and numbers
 # Ordered so that in a string or a number, two that are allowed are found soon.
 _CHARACTERS = '{}[],:"01-tfnabcdeghijklmopqrsuvwxyzA'
+_NUMBER = re.compile(rb"\d+(?:\.\d+)?")
 _WORDS_ALONE = bytes(byte if byte >= 128 or chr(byte).isalnum() else 32 for byte in range(256))  # others: a space
 
 
@@ -66,9 +69,8 @@ class RunnerDrafts(Proposer):
         self._most = most
 
     def propose(self, rows: RowArray) -> Proposals:
-        n = len(rows)
-        token_ids = np.full((n, self._most), TO_DRAFT, dtype=np.int32)
-        return Proposals(np.full(n, self._most, dtype=np.int32), token_ids, np.zeros(n, dtype=np.int32))
+        token_ids = np.full((len(rows), self._most), TO_DRAFT, np.int32)
+        return Proposals(np.full(len(rows), self._most, np.int32), token_ids, np.zeros(len(rows), np.int32))
 
 
 @lru_cache(maxsize=4)
@@ -88,6 +90,7 @@ class _GrammarRow:
         self._read(output)
         self._prompt = self._tokenizer.decode_bytes(prompt[-MAX_PROMPT_TOKENS:])
         self._words = b" " + self._prompt.translate(_WORDS_ALONE)
+        self._numbers = _NUMBER.findall(self._prompt)  # those after the last that the answer has too
         self._last_place, self.forced_kind = 0, FORCED_KIND  # of a word in the prompt; of the last forced text
 
     def append(self, token_ids: list[int]) -> None:
@@ -107,9 +110,9 @@ class _GrammarRow:
         return drafts[: self.matcher.validate_tokens(drafts)] if is_known and not self.matcher.is_error() else []
 
     def forced(self, most: int) -> list[int]:
-        """Return at most `most` tokens of forced text."""
+        """Return at most `most` tokens of forced text, or of a number that is due."""
         if not self._forced and most and not self.matcher.is_error():
-            self._forced = self._as_before(self._forced_text(BYTES_PER_DRAFT * most))
+            self._forced = self._as_before(self._forced_text(BYTES_PER_DRAFT * most)) or self._number()
         return self._forced[:most]
 
     def copied(self, most: int) -> list[int]:
@@ -120,6 +123,16 @@ class _GrammarRow:
             return []
         self._last_place, end = place, place + len(word)
         return self._tokenizer.tokenize_bytes(self._prompt[end : end + BYTES_PER_DRAFT * most])[:most]
+
+    def _number(self) -> list[int]:
+        """Return the tokens of the prompt's next number, where the grammar awaits one. Set `forced_kind`."""
+        if self._text[-1:].isdigit() or self.allowed(self._tokenizer.tokenize_bytes(b"a")):
+            return []
+        given = _NUMBER.findall(self._text[-RECENT_BYTES:])[-1:]
+        if given and given[0] in self._numbers:
+            self._numbers = self._numbers[self._numbers.index(given[0]) + 1 :]
+        self.forced_kind, space = NUMBER_KIND, b" " * (self._text[-1:] == b":")
+        return self.allowed(self._tokenizer.tokenize_bytes(space + self._numbers[0])) if self._numbers else []
 
     def _as_before(self, text: bytes) -> list[int]:
         """Split forced text as last in the answer, since a model may split a name its own way. Set `forced_kind`."""
@@ -152,7 +165,7 @@ class _GrammarRow:
         if len(candidates) != 1:
             return []
         before, after = text[-1:], self._tokenizer.decode_bytes(candidates[0])
-        last, last_spaced = (self._text.rfind(before + between + after, -SPACING_BYTES) for between in (b"", b" "))
+        last, last_spaced = (self._text.rfind(before + between + after, -RECENT_BYTES) for between in (b"", b" "))
         likely = last_spaced > last if last != last_spaced else before in (b":", b",")
         spaced = space + candidates[0]
         return spaced if likely and self.matcher.validate_tokens(spaced) == len(spaced) else candidates[0]
@@ -162,9 +175,10 @@ class GrammarDrafts(Proposer):
     """Proposer that drafts text which a row's grammar forces, else what the grammar allows of another's drafts.
 
     A grammar of JSON leaves a space free at most places, so that it forces little. Where one character other than a
-    space can follow, it is drafted, with a space before it if the answer had one there the last time. A row without
-    drafts so far goes on with its last word as the prompt does. Prompt lookup misses names, which follow a space in
-    a prompt and a quotation mark in JSON, so that their tokens differ.
+    space can follow, it is drafted, with a space before it if the answer had one there the last time. Where a number
+    is due, the prompt's next is drafted: records mostly follow their text. A row without drafts so far goes on with
+    its last word as the prompt does. Prompt lookup misses names, which follow a space in a prompt and a quotation
+    mark in JSON, so that their tokens differ.
     """
 
     def __init__(self, proposer: Proposer, columns: RowColumns) -> None:
@@ -196,7 +210,7 @@ class GrammarDrafts(Proposer):
         for index, row in found:
             drafts, kind = row.forced(most), row.forced_kind
             if not drafts:
-                drafts, kind = row.allowed(token_ids[index, : counts[index]].tolist()), kinds[index]
+                drafts, kind = row.allowed(token_ids[index, : counts[index]].tolist()), kinds[index] + NUM_OTHER_KINDS
             if not drafts and most and (copied := row.allowed(row.copied(most))):
                 drafts, kind = copied, COPIED_KIND
             token_ids[index, : len(drafts)] = drafts

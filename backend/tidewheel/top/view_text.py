@@ -193,9 +193,7 @@ def _unhindered(view: ServerView) -> str:
     in_time = view.traffic.in_time
     if in_time is not None and in_time < GOOD_SHARE:
         return f"SLOW: {percent(in_time)} of the answers are in time, and no queue makes them late; {_pace(view)}"
-    if view.traffic.running:
-        return f"SERVING: no queue; {_pace(view)}"
-    return "IDLE: nothing runs"
+    return f"SERVING: no queue; {_pace(view)}" if view.traffic.running else "IDLE: nothing runs"
 
 
 def _queues(view: ServerView) -> bool:

@@ -10,17 +10,16 @@ from tidewheel.scheduler.goodput import MOST_HALVINGS, PATIENCE, Goodput
 from tidewheel.scheduler.speculation import Proposals, Speculation
 from tidewheel.stats import EngineStats
 
-ROWS = np.arange(2)
-
 
 class CountedLooks:
-    """Proposer of token 7 for each row."""
+    """Proposer of token 7 for the last rows."""
 
     is_free = True
 
-    def __init__(self) -> None:
-        self.tokens: list[list[int]] = [[], []]
+    def __init__(self, num_rows: int, num_proposals: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
         self.num_looks = 0
+        self.counts = (np.arange(num_rows) >= num_rows - num_proposals).astype(np.int32)
 
     def enter(self, row: int, token_ids: Int32Array) -> None:
         pass
@@ -31,24 +30,24 @@ class CountedLooks:
 
     def propose(self, rows: RowArray) -> Proposals:
         self.num_looks += 1
-        ones = np.ones(len(rows), np.int32)
-        return Proposals(ones, np.full((len(rows), 1), 7, np.int32), 0 * ones)
+        return Proposals(self.counts[rows], np.full((len(rows), 1), 7, np.int32), np.zeros(len(rows), np.int32))
 
 
 class Steps:
-    """Steps of two rows without drafts."""
+    """Steps without drafts."""
 
-    def __init__(self) -> None:
-        columns = RowColumns(2)
+    def __init__(self, num_rows: int = 2, num_proposals: int = 2) -> None:
+        columns = RowColumns(num_rows)
         columns.running[:] = True
-        self.proposer = CountedLooks()
-        self.speculation = Speculation(self.proposer, Goodput(2, 1), 1, columns, EngineStats())
+        self.rows = np.arange(num_rows)
+        self.proposer = CountedLooks(num_rows, num_proposals)
+        self.speculation = Speculation(self.proposer, Goodput(num_rows, 1), 1, columns, EngineStats())
 
     def run(self, tokens: Int32Array) -> int:
         """Take steps of these tokens [steps, rows]. Return the number of looks."""
         before = self.proposer.num_looks
         for of_step in tokens:
-            self.speculation.observe(ROWS, of_step)
+            self.speculation.observe(self.rows, of_step)
             self.speculation.propose()
         return self.proposer.num_looks - before
 
@@ -60,6 +59,12 @@ def test_looks_become_seldom_while_no_proposal_is_right_and_frequent_when_one_is
     assert steps.run(wrong) == PATIENCE * MOST_HALVINGS + (num_left >> MOST_HALVINGS)
     assert steps.run(wrong) <= 1 + (100 >> MOST_HALVINGS)
     assert steps.run(right) > 100 - (1 << MOST_HALVINGS)
+
+
+def test_right_proposals_of_few_rows_do_not_make_looks_frequent() -> None:
+    steps = Steps(num_rows=5, num_proposals=2)
+    steps.run(np.full((100, 5), 1, np.int32))
+    assert steps.run(np.full((100, 5), 7, np.int32)) <= 1 + (100 >> MOST_HALVINGS)
 
 
 def test_the_proposer_gets_all_tokens_in_order() -> None:

@@ -236,7 +236,7 @@ class Speculation:
         self._had_drafts = False  # the step that is applied
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
-        self._num_vain_looks = 0  # since drafts were chosen, or most were right, or a request entered
+        self._num_vain_looks = 0  # since drafts were chosen, or right for half of the rows, or a request entered
 
     def enter(self, request: Request) -> None:
         self._append_unseen()
@@ -284,11 +284,11 @@ class Speculation:
         self._unseen.clear()
 
     def _observe_unused(self, rows: RowArray, tokens: Int32Array) -> None:
-        has_proposal = self._counts.take(rows) > 0
+        has_proposal, num_rows = self._counts.take(rows) > 0, len(rows)
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
-        if 2 * num_right.sum() >= len(num_right) > 0:
+        if 2 * num_right.sum() >= num_rows:
             self._num_vain_looks = 0
 
     def propose(self) -> None:

@@ -387,6 +387,5 @@ def test_kinds_are_those_of_proposals() -> None:
     of_lookup = [0, *MATCH_KINDS.tolist()]
     of_grammars = [kind + NUM_OTHER_KINDS for kind in of_lookup]
     kinds = {*of_lookup, *of_grammars, COPIED_KIND, NUMBER_KIND, FORCED_KIND, REPEATED_KIND}
-    assert (
-        kinds == set(range(module.NUM_KINDS)) and max(of_lookup) < min(of_grammars) <= max(of_grammars) < COPIED_KIND
-    )
+    assert kinds == set(range(module.NUM_KINDS))
+    assert max(of_lookup) < min(of_grammars) <= max(of_grammars) < COPIED_KIND

@@ -67,6 +67,16 @@ def test_right_proposals_of_few_rows_do_not_make_looks_frequent() -> None:
     assert steps.run(np.full((100, 5), 7, np.int32)) <= 1 + (100 >> MOST_HALVINGS)
 
 
+def test_steps_without_rows_do_not_make_looks_frequent() -> None:
+    steps = Steps()
+    steps.run(np.full((100, 2), 1, np.int32))
+    num_looks, all_rows = 0, steps.rows
+    for count in np.random.default_rng(0).choice((0, 2), 100).tolist():
+        steps.rows = all_rows[:count]
+        num_looks += steps.run(np.full((1, count), 1, np.int32))
+    assert num_looks <= 1 + (100 >> MOST_HALVINGS)
+
+
 def test_the_proposer_gets_all_tokens_in_order() -> None:
     steps = Steps()
     tokens = np.random.default_rng(0).integers(0, 9, (100, 2)).astype(np.int32)

@@ -30,7 +30,7 @@ NUM_OTHER_KINDS = (NUM_KINDS - 4) // 2  # of other proposers; again for their dr
 MAX_FORCED_ROWS = 8  # with a grammar, of a call that drafts for them: one takes 30 to 150 µs
 BYTES_PER_DRAFT = 8  # of the text that is drafted
 MAX_WORD_BYTES = 32
-MAX_PROMPT_TOKENS = 8192  # at the end of a prompt, that are searched for words
+MAX_PROMPT_TOKENS = 8192  # at the end of a prompt, that are searched for words and numbers
 RECENT_BYTES = 4096  # at the end of the answer, that are searched for spaces and numbers
 # Ordered so that in a string or a number, two that are allowed are found soon.
 _CHARACTERS = '{}[],:"01-tfnabcdeghijklmopqrsuvwxyzA'
@@ -288,7 +288,7 @@ class Speculation:
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
-        if 2 * num_right.sum() >= num_rows:
+        if 2 * num_right.sum() >= max(num_rows, 1):
             self._num_vain_looks = 0
 
     def propose(self) -> None:

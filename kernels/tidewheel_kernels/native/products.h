@@ -75,6 +75,12 @@ enum { PER_LANE = 1, VECTOR_BYTES = 16, BLOCK = 4, WIDE = 2 };
 enum { FLOATS = VECTOR_BYTES / sizeof(float) };
 typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 
+#if defined __x86_64__
+#define KEPT(of) __asm__("" : "+v"(of)) /* else gcc reads it again for each row */
+#else
+#define KEPT(of)
+#endif
+
 INLINE operand as_operand(element x) { return load(x); }
 INLINE lane to_lane(const element x[PER_LANE]) { return load(x[0]); }
 INLINE void begin_products(void) {}
@@ -89,7 +95,10 @@ INLINE void multiply(const operand *a, const lane *b, float *c, int64_t columns,
                     sum[i][j] = adds ? *(vector *)(c + (m + i) * columns + n + j * FLOATS) : (vector){0};
             for (int64_t k = 0; k < depth; k++) {
                 vector row[WIDE];
-                for (int j = 0; j < WIDE; j++) row[j] = *(const vector *)(b + k * columns + n + j * FLOATS);
+                for (int j = 0; j < WIDE; j++) {
+                    row[j] = *(const vector *)(b + k * columns + n + j * FLOATS);
+                    KEPT(row[j]);
+                }
                 for (int i = 0; i < BLOCK; i++)
                     for (int j = 0; j < WIDE; j++) sum[i][j] += a[(m + i) * depth + k] * row[j];
             }

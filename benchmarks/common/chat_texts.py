@@ -10,6 +10,7 @@ from typing import NamedTuple
 class ChatText(NamedTuple):
     user: str
     schema: Mapping[str, object] | None = None  # of an answer in JSON
+    stop: str | None = None  # ends an answer
 
     @property
     def prompt(self) -> str:
@@ -67,6 +68,7 @@ _COUNTER = """def count_words(text):
     return counts
 """
 _EDIT = "Rewrite this Python code with {change}. Answer with the whole code.\n```python\n{code}```"
+_END_OF_CODE = "\n```"  # an explanation would follow
 _HARBOUR = (
     "The harbour of Ellmouth was built in 1874 by the engineer Ruth Calloway. It has three piers of granite. The "
     "north pier is 310 metres long and carries a lighthouse of white brick. In 1921 a storm broke the south pier, "
@@ -110,12 +112,16 @@ def _json(ask: str, text: str, schema: Mapping[str, object]) -> ChatText:
     return ChatText(f"{ask} Answer in JSON, an array of objects.\n\n{text}", schema)
 
 
+def _edit(change: str, code: str) -> ChatText:
+    return ChatText(_EDIT.format(change=change, code=code), stop=_END_OF_CODE)
+
+
 REPEATING: Mapping[str, tuple[ChatText, ...]] = {
     "code edits": (
-        ChatText(_EDIT.format(change="`item` renamed to `entry`", code=_SHOP)),
-        ChatText(_EDIT.format(change="a method `clear` that empties the stack", code=_STACK)),
-        ChatText(_EDIT.format(change='a check that "host" is in the settings', code=_LOADER)),
-        ChatText(_EDIT.format(change="type hints", code=_COUNTER)),
+        _edit("`item` renamed to `entry`", _SHOP),
+        _edit("a method `clear` that empties the stack", _STACK),
+        _edit('a check that "host" is in the settings', _LOADER),
+        _edit("type hints", _COUNTER),
     ),
     "extraction": (
         ChatText(_COPY.format(ask="What does the text say of the piers?", text=_HARBOUR)),

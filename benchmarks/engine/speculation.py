@@ -4,7 +4,8 @@
 
 One engine in this process takes turns with and without drafts. Answers that repeat their prompt are greedy; answers
 that do not are drawn at temperature 1, where nothing of a prompt comes back. Both draw alike, so their answers are
-compared as well.
+compared as well. An edit of code ends with its block of code, as an editor asks for it; the explanation that the
+model would go on with, which repeats little, is a line of its own.
 llama.cpp (`pip install xllamacpp`) answers the greedy requests, one at a time, without lookup and with each of its
 kinds.
 """
@@ -34,8 +35,9 @@ from tidewheel.llm import LLM, GenerationResult
 from tidewheel.sampling import SamplingParams
 
 OFF, ON = "none", "prompt_lookup"
+CODE, WITH_PROSE = "code edits", "code edits and their explanation"
 GOALS = {"repeats": 1.5, "varies": 0.97}  # of the rate without drafts, at one stream and at any number
-LEAST_ANSWERS = 8  # of a mode in a round: one alone takes half a second, which a pause of the machine can double
+ROUND_S = 10.0  # of a mode in a round, at least: a busy machine's pauses take tenths of a second
 LIMIT_S = 300.0
 
 
@@ -81,7 +83,8 @@ class Figures(NamedTuple):
 
 def sampling(text: ChatText, seed: int, num_tokens: int, *, varies: bool) -> SamplingParams:
     grammar = None if text.schema is None else Grammar.json_schema(text.schema)
-    return SamplingParams(max_tokens=num_tokens, temperature=float(varies), seed=seed, grammar=grammar)
+    stop = [] if text.stop is None else [text.stop]
+    return SamplingParams(max_tokens=num_tokens, temperature=float(varies), seed=seed, grammar=grammar, stop=stop)
 
 
 def one_by_one(engine: Mode, texts: Sequence[ChatText], num_tokens: int) -> Callable[[], Run]:
@@ -118,14 +121,16 @@ def _run(results: Sequence[Any], began: float) -> Run:
 
 
 def compare(
-    make: Callable[[Mode], Callable[[], Run]], num_answers: int, modes: Mapping[str, Mode], rounds: int, engine: LLM
+    make: Callable[[Mode], Callable[[], Run]], modes: Mapping[str, Mode], rounds: int, engine: LLM
 ) -> dict[str, Any]:
-    """Run both modes in turns of `num_answers`. Return rates, the median of ratios, drafts and equal answers.
+    """Run both modes in turns. Return rates, the median of ratios, drafts and equal answers.
 
-    The ratios are of rounds, in each of which a mode gives at least `LEAST_ANSWERS`.
+    The ratios are of rounds, in each of which a mode runs for about `ROUND_S`.
     """
-    before, turns = engine.stats(), math.ceil(LEAST_ANSWERS / num_answers)
-    of_turns = in_turns({name: make(mode) for name, mode in modes.items()}, rounds * turns)
+    of_modes = {name: make(mode) for name, mode in modes.items()}
+    turns = math.ceil(ROUND_S / max(run().seconds for run in of_modes.values()))
+    before = engine.stats()
+    of_turns = in_turns(of_modes, rounds * turns, warm_up=0)
     after = engine.stats()
     runs = {
         name: [Run.joined(of_mode[first : first + turns]) for first in range(0, len(of_mode), turns)]
@@ -177,6 +182,8 @@ def _asked(address: str, texts: Sequence[ChatText], num_tokens: int) -> Callable
             body = {"prompt": text.prompt, "n_predict": num_tokens, "temperature": 0, "cache_prompt": False}
             if text.schema is not None:
                 body["json_schema"] = text.schema
+            if text.stop is not None:
+                body["stop"] = [text.stop]
             answer = httpx2.post(f"http://{address}/completion", json=body, timeout=LIMIT_S)
             count += int(json.loads(answer.content)["tokens_predicted"])
         return Run(count, time.perf_counter() - began, [])
@@ -206,7 +213,7 @@ def by_streams(
         lines = []
         for streams in options.streams:
             make = lambda mode, n=streams, t=texts, v=varies: at_once(mode, t, n, options.tokens, varies=v)  # noqa: E731
-            lines.append({"text": name, "streams": streams, **compare(make, streams, modes, options.rounds, engine)})
+            lines.append({"text": name, "streams": streams, **compare(make, modes, options.rounds, engine)})
             show([lines[-1]])
         yield name, lines
 
@@ -234,11 +241,11 @@ def main() -> None:
         )
         modes = {OFF: Mode(engine, drafts=False), ON: Mode(engine, drafts=True)}
         lines = []
-        for kind, texts in REPEATING.items():
+        with_prose = [text._replace(stop=None) for text in REPEATING[CODE]]
+        for kind, texts in {**REPEATING, WITH_PROSE: with_prose}.items():
             make = lambda mode, t=texts: one_by_one(mode, t, options.tokens)  # noqa: E731
-            lines.append(
-                {"text": kind, **compare(make, len(texts), modes, options.rounds, engine), "goal": GOALS["repeats"]}
-            )
+            goal = "none" if kind == WITH_PROSE else GOALS["repeats"]
+            lines.append({"text": kind, **compare(make, modes, options.rounds, engine), "goal": goal})
             show([lines[-1]])
         result["one_stream"] = lines
         result["by_streams"] = dict(by_streams(modes, engine, options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, RowArray
+from tidewheel.batch import NO_DRAFT, Int32Array, RowArray
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.goodput import MOST_HALVINGS, PATIENCE, Goodput
 from tidewheel.scheduler.speculation import Proposals, Speculation
@@ -36,12 +36,12 @@ class CountedLooks:
 class Steps:
     """Steps without drafts."""
 
-    def __init__(self, num_rows: int = 2, num_proposals: int = 2) -> None:
+    def __init__(self, num_rows: int = 2, num_proposals: int = 2, goodput: Goodput | None = None) -> None:
         columns = RowColumns(num_rows)
         columns.running[:] = True
         self.rows = np.arange(num_rows)
         self.proposer = CountedLooks(num_rows, num_proposals)
-        self.speculation = Speculation(self.proposer, Goodput(num_rows, 1), 1, columns, EngineStats())
+        self.speculation = Speculation(self.proposer, goodput or Goodput(num_rows, 1), 1, columns, EngineStats())
 
     def run(self, tokens: Int32Array) -> int:
         """Take steps of these tokens [steps, rows]. Return the number of looks."""
@@ -59,6 +59,21 @@ def test_looks_become_seldom_while_no_proposal_is_right_and_frequent_when_one_is
     assert steps.run(wrong) == PATIENCE * MOST_HALVINGS + (num_left >> MOST_HALVINGS)
     assert steps.run(wrong) <= 1 + (100 >> MOST_HALVINGS)
     assert steps.run(right) > 100 - (1 << MOST_HALVINGS)
+
+
+class TakesAll(Goodput):
+    def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
+        return counts
+
+
+def test_looks_become_seldom_while_all_drafts_are_rejected() -> None:
+    steps, most = Steps(goodput=TakesAll(2, 1)), np.ones(2, np.int32)
+    entries, draft_tokens = np.array([0, 0, 1, 1]), np.array([NO_DRAFT, 7, NO_DRAFT, 7], np.int32)
+    for _ in range(200):
+        if steps.speculation.choose(steps.rows, most, 2).any():
+            steps.speculation.observe_drafts(entries, draft_tokens, draft_tokens == NO_DRAFT)
+        steps.run(np.full((1, 2), 1, np.int32))
+    assert steps.run(np.full((100, 2), 1, np.int32)) <= 1 + (100 >> MOST_HALVINGS)
 
 
 def test_right_proposals_of_few_rows_do_not_make_looks_frequent() -> None:

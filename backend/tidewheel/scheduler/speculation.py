@@ -236,7 +236,7 @@ class Speculation:
         self._had_drafts = False  # the step that is applied
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
-        self._num_vain_looks = 0  # since drafts were chosen, or right for half of the rows, or a request entered
+        self._num_vain_looks = 0  # since drafts were accepted, or right for half of the rows, or a request entered
 
     def enter(self, request: Request) -> None:
         self._append_unseen()
@@ -249,18 +249,16 @@ class Speculation:
     def choose(self, rows: RowArray, most: Int32Array, budget: int) -> Int32Array:
         """Return how many drafts of distinct rows pay in a step [n]: at most `most` [n], in all at most `budget`."""
         counts = np.minimum(self._counts.take(rows), most)
-        if counts.any():
-            counts = self._goodput.choose(rows, counts, self._kinds.take(rows), budget)
-            if counts.any():
-                self._num_vain_looks = 0
-        return counts
+        return self._goodput.choose(rows, counts, self._kinds.take(rows), budget) if counts.any() else counts
 
     def is_worthwhile(self) -> bool:
         """Return whether drafts would pay after the known tokens of all rows. Then look for them after the next."""
         if not self.has_proposals:
             return False
         rows = self._columns.running.nonzero()[0]
-        return bool(self.choose(rows, self._counts.take(rows), ANY_BUDGET).any())
+        if pays := bool(self.choose(rows, self._counts.take(rows), ANY_BUDGET).any()):
+            self._num_vain_looks = 0
+        return pays
 
     def drafts(self, rows: RowArray, counts: Int32Array) -> Int32Array:
         """Return the first `counts` [n] drafts of rows [sum of counts], row by row."""
@@ -319,6 +317,8 @@ class Speculation:
         self._stats.num_draft_tokens += int(num_drafts.sum())
         self._stats.num_accepted_draft_tokens += int(num_accepted.sum())
         self._had_drafts = True
+        if num_accepted.any():
+            self._num_vain_looks = 0
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
         """Learn the seconds of the last observed step of decodes, if it had drafts, a wait or proposals after it."""

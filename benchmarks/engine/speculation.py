@@ -37,7 +37,7 @@ from tidewheel.sampling import SamplingParams
 OFF, ON = "none", "prompt_lookup"
 CODE, WITH_PROSE = "code edits", "code edits and their explanation"
 GOALS = {"repeats": 1.5, "varies": 0.97}  # of the rate without drafts, at one stream and at any number
-ROUND_S = 10.0  # of a mode in a round, at least: a busy machine's pauses take tenths of a second
+ROUND_S = 10.0  # of a mode in a round, about: a busy machine's pauses take tenths of a second
 LIMIT_S = 300.0
 
 
@@ -241,7 +241,7 @@ def main() -> None:
         )
         modes = {OFF: Mode(engine, drafts=False), ON: Mode(engine, drafts=True)}
         lines = []
-        with_prose = [text._replace(stop=None) for text in REPEATING[CODE]]
+        with_prose = tuple(text._replace(stop=None) for text in REPEATING[CODE])
         for kind, texts in {**REPEATING, WITH_PROSE: with_prose}.items():
             make = lambda mode, t=texts: one_by_one(mode, t, options.tokens)  # noqa: E731
             goal = "none" if kind == WITH_PROSE else GOALS["repeats"]

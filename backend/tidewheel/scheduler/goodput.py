@@ -44,7 +44,7 @@ _MOST_PERIOD = 512  # the same after trials in vain, each of which doubles it
 _TRIAL_RATIO = 1.05  # most seconds of a trial by those of the smallest
 _FEW_SIZES = 64  # that are compared before more are
 
-PATIENCE = 5
+PATIENCE = 5  # looks in vain, after which rows are looked at half as often
 MOST_HALVINGS, MOST_WITH_TRIALS = 4, 2  # the second where drafts take time: trials are counted in looks
 
 _Floats = npt.NDArray[np.float64]

@@ -236,7 +236,7 @@ class Speculation:
         self._had_drafts = False  # the step that is applied
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
-        self._num_vain_looks = 0  # since drafts were accepted, worth a wait, or right for half of the rows; or an entry
+        self._num_vain_looks = 0  # since a row began; since drafts were accepted, worth a wait or mostly right
 
     def enter(self, request: Request) -> None:
         self._append_unseen()

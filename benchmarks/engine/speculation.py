@@ -151,7 +151,7 @@ def compare(
         "least": round(min(ratios), 3),
         "accepted": f"{accepted / drafts:.0%} of {drafts}" if drafts else "no drafts",
         "equal answers": f"{sum(ours == base for ours, base in pairs)} of {len(pairs)}",
-        "samples": ratios,
+        "samples": [round(ratio, 3) for ratio in ratios],
     }
 
 

@@ -52,8 +52,14 @@ class Steps:
         return self.proposer.num_looks - before
 
 
+def costly_waits(num_rows: int) -> Goodput:
+    goodput = Goodput(num_rows, 1)
+    goodput.cost.wait = 0.1
+    return goodput
+
+
 def test_looks_become_seldom_while_no_proposal_is_right_and_frequent_when_one_is() -> None:
-    steps = Steps()
+    steps = Steps(goodput=costly_waits(2))
     wrong, right = np.full((100, 2), 1, np.int32), np.full((100, 2), (1, 7), np.int32)
     num_left = 100 - PATIENCE * ((1 << MOST_HALVINGS) - 1)  # steps with the fewest looks
     assert steps.run(wrong) == PATIENCE * MOST_HALVINGS + (num_left >> MOST_HALVINGS)
@@ -76,8 +82,14 @@ def test_looks_become_seldom_while_all_drafts_are_rejected() -> None:
     assert steps.run(np.full((100, 2), 1, np.int32)) <= 1 + (100 >> MOST_HALVINGS)
 
 
+def test_right_proposals_that_no_step_takes_do_not_make_looks_frequent_where_nothing_waits() -> None:
+    steps = Steps()
+    steps.run(np.full((100, 2), 7, np.int32))
+    assert steps.run(np.full((100, 2), 7, np.int32)) <= 1 + (100 >> MOST_HALVINGS)
+
+
 def test_right_proposals_of_few_rows_do_not_make_looks_frequent() -> None:
-    steps = Steps(num_rows=5, num_proposals=2)
+    steps = Steps(num_rows=5, num_proposals=2, goodput=costly_waits(5))
     steps.run(np.full((100, 5), 1, np.int32))
     assert steps.run(np.full((100, 5), 7, np.int32)) <= 1 + (100 >> MOST_HALVINGS)
 

@@ -236,7 +236,7 @@ class Speculation:
         self._had_drafts = False  # the step that is applied
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
-        self._num_vain_looks = 0  # since a row began; since drafts were accepted, worth a wait or mostly right
+        self._num_vain_looks = 0  # since a row began or drafts were of use
 
     def enter(self, request: Request) -> None:
         self._append_unseen()
@@ -286,7 +286,7 @@ class Speculation:
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
-        if 2 * num_right.sum() >= max(num_rows, 1):
+        if self._goodput.cost.wait and 2 * num_right.sum() >= max(num_rows, 1):
             self._num_vain_looks = 0
 
     def propose(self) -> None:

@@ -35,8 +35,9 @@ from tidewheel.llm import LLM, GenerationResult
 from tidewheel.sampling import SamplingParams
 
 OFF, ON = "none", "prompt_lookup"
+ONE_STREAM, REPEATS, VARIES = PARTS = "one-stream", "repeats", "varies"
 CODE, WITH_PROSE = "code edits", "code edits and their explanation"
-GOALS = {"repeats": 1.5, "varies": 0.97}  # of the rate without drafts, at one stream and at any number
+GOALS = {REPEATS: 1.5, VARIES: 0.97}  # of the rate without drafts, at one stream and at any number
 ROUND_S = 10.0  # of a mode in a round, about: a busy machine's pauses take tenths of a second
 LIMIT_S = 300.0
 
@@ -209,9 +210,9 @@ def by_streams(
     modes: Mapping[str, Mode], engine: LLM, options: argparse.Namespace
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     greedy = tuple(itertools.chain.from_iterable(zip(*REPEATING.values(), strict=True)))
-    for name, texts, varies in (("repeats", greedy, False), ("varies", VARIED, True)):
+    for name, texts, varies in ((REPEATS, greedy, False), (VARIES, VARIED, True)):
         lines = []
-        for streams in options.streams:
+        for streams in options.streams if name in options.parts else ():
             make = lambda mode, n=streams, t=texts, v=varies: at_once(mode, t, n, options.tokens, varies=v)  # noqa: E731
             lines.append({"text": name, "streams": streams, **compare(make, modes, options.rounds, engine)})
             show([lines[-1]])
@@ -222,6 +223,9 @@ def main() -> None:
     study = Study("speculation", __doc__, "torch", "numpy", "llguidance")
     study.add_argument("model", type=Path, help="a GGUF file or a folder")
     study.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    study.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="to run alone, such as one that was disturbed"
+    )
     study.add_argument("--rounds", type=int, default=7)
     study.add_argument("--llama-rounds", type=int, default=3)
     study.add_argument("--tokens", type=int, default=128, help="most of an answer")
@@ -229,6 +233,8 @@ def main() -> None:
     study.add_argument("--threads", type=int, default=2)
     study.add_argument("--no-llama", action="store_true", help="without llama.cpp")
     options = study.begin()
+    if options.save and set(options.parts) != set(PARTS):
+        study.error(f"--parts {' '.join(options.parts)}: a record has all parts; run these without --save")
     settings: dict[str, Any] = {
         "dtype": "auto" if options.model.suffix else "bfloat16", "max_model_len": 1024,
         "num_threads": options.threads,
@@ -242,9 +248,9 @@ def main() -> None:
         modes = {OFF: Mode(engine, drafts=False), ON: Mode(engine, drafts=True)}
         lines = []
         with_prose = tuple(text._replace(stop=None) for text in REPEATING[CODE])
-        for kind, texts in {**REPEATING, WITH_PROSE: with_prose}.items():
+        for kind, texts in {**REPEATING, WITH_PROSE: with_prose}.items() if ONE_STREAM in options.parts else ():
             make = lambda mode, t=texts: one_by_one(mode, t, options.tokens)  # noqa: E731
-            goal = "none" if kind == WITH_PROSE else GOALS["repeats"]
+            goal = "none" if kind == WITH_PROSE else GOALS[REPEATS]
             lines.append({"text": kind, **compare(make, modes, options.rounds, engine), "goal": goal})
             show([lines[-1]])
         result["one_stream"] = lines

@@ -248,14 +248,15 @@ def main() -> None:
         modes = {OFF: Mode(engine, drafts=False), ON: Mode(engine, drafts=True)}
         lines = []
         with_prose = tuple(text._replace(stop=None) for text in REPEATING[CODE])
-        for kind, texts in {**REPEATING, WITH_PROSE: with_prose}.items() if ONE_STREAM in options.parts else ():
+        kinds = {**REPEATING, WITH_PROSE: with_prose} if ONE_STREAM in options.parts else {}
+        for kind, texts in kinds.items():
             make = lambda mode, t=texts: one_by_one(mode, t, options.tokens)  # noqa: E731
             goal = "none" if kind == WITH_PROSE else GOALS[REPEATS]
             lines.append({"text": kind, **compare(make, modes, options.rounds, engine), "goal": goal})
             show([lines[-1]])
         result["one_stream"] = lines
         result["by_streams"] = dict(by_streams(modes, engine, options))
-    if not options.no_llama and options.model.suffix == ".gguf":
+    if ONE_STREAM in options.parts and not options.no_llama and options.model.suffix == ".gguf":
         result["llama.cpp"] = {
             "version": version(None),
             "lines": beside_llama(options.model, options.threads, options.tokens, options.llama_rounds),

@@ -286,7 +286,7 @@ class Speculation:
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
-        if self._goodput.cost.wait and 2 * num_right.sum() >= max(num_rows, 1):
+        if self._goodput.cost.wait and 2 * num_right.sum() >= max(num_rows, 1):  # without waits, looks take time
             self._num_vain_looks = 0
 
     def propose(self) -> None:

@@ -13,6 +13,7 @@ kinds.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -57,13 +58,32 @@ class Run(NamedTuple):
         return cls(sum(num_tokens), sum(seconds), list(itertools.chain.from_iterable(answers)))
 
 
+class TimedSearch:
+    """`Speculation` whose calls are timed: looks for drafts, choices among them, and what they are learned from."""
+
+    def __init__(self, speculation: Any) -> None:
+        self._speculation = speculation
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._speculation, name)
+        return functools.partial(self._call, value) if callable(value) else value
+
+    def _call(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        result = method(*args, **named)
+        self.seconds += time.perf_counter() - began
+        return result
+
+
 class Mode:
     """An engine with or without drafts. One engine is both: two differ by where in memory their weights lie."""
 
     def __init__(self, engine: LLM, *, drafts: bool) -> None:
         self._engine = engine
         self._state = engine._open_core().scheduler._state
-        self._speculation = self._state.speculation if drafts else None
+        self.search = TimedSearch(self._state.speculation)
+        self._speculation: Any = self.search if drafts else None
 
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[GenerationResult]:
         self._state.speculation = self._speculation
@@ -124,15 +144,16 @@ def _run(results: Sequence[Any], began: float) -> Run:
 def compare(
     make: Callable[[Mode], Callable[[], Run]], modes: Mapping[str, Mode], rounds: int, engine: LLM
 ) -> dict[str, Any]:
-    """Run both modes in turns. Return rates, the median of ratios, drafts and equal answers.
+    """Run both modes in turns. Return rates, the median of ratios, drafts, the search's share and equal answers.
 
-    The ratios are of rounds, in each of which a mode runs for about `ROUND_S`.
+    The ratios are of rounds, in each of which a mode runs for about `ROUND_S`. A neighbour's work moves them by more
+    than the search does where no drafts are tested: its share of the time with drafts says what it costs there.
     """
     of_modes = {name: make(mode) for name, mode in modes.items()}
     turns = math.ceil(ROUND_S / max(run().seconds for run in of_modes.values()))
-    before = engine.stats()
+    before, searched_before = engine.stats(), modes[ON].search.seconds
     of_turns = in_turns(of_modes, rounds * turns, warm_up=0)
-    after = engine.stats()
+    after, searched = engine.stats(), modes[ON].search.seconds - searched_before
     runs = {
         name: [Run.joined(of_mode[first : first + turns]) for first in range(0, len(of_mode), turns)]
         for name, of_mode in of_turns.items()
@@ -151,6 +172,7 @@ def compare(
         "ratio": round(statistics.median(ratios), 3),
         "least": round(min(ratios), 3),
         "accepted": f"{accepted / drafts:.0%} of {drafts}" if drafts else "no drafts",
+        "search": f"{searched / sum(run.seconds for run in runs[ON]):.1%}",  # of the time with drafts
         "equal answers": f"{sum(ours == base for ours, base in pairs)} of {len(pairs)}",
         "samples": [round(ratio, 3) for ratio in ratios],
     }

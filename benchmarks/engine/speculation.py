@@ -91,7 +91,7 @@ class Mode:
 
 
 class Figures(NamedTuple):
-    """What one engine did in all rounds."""
+    """What a mode did in all rounds."""
 
     rate: float  # tokens/s, median
     samples: list[float]
@@ -123,12 +123,12 @@ def one_by_one(engine: Mode, texts: Sequence[ChatText], num_tokens: int) -> Call
 def at_once(
     engine: Mode, texts: Sequence[ChatText], streams: int, num_tokens: int, *, varies: bool
 ) -> Callable[[], Run]:
-    """Return a run of so many streams, in each round of other seeds."""
+    """Return a run of so many streams, which goes on in the texts and seeds where the last one ended."""
     numbers = itertools.count()
 
     def run() -> Run:
         first = streams * next(numbers)
-        chosen = [texts[index % len(texts)] for index in range(streams)]
+        chosen = [texts[(first + index) % len(texts)] for index in range(streams)]
         params = [sampling(text, first + index, num_tokens, varies=varies) for index, text in enumerate(chosen)]
         began = time.perf_counter()
         return _run(engine.generate([text.prompt for text in chosen], params), began)
@@ -146,8 +146,8 @@ def compare(
 ) -> dict[str, Any]:
     """Run both modes in turns. Return rates, the median of ratios, drafts, the search's share and equal answers.
 
-    The ratios are of rounds, in each of which a mode runs for about `ROUND_S`. A neighbour's work moves them by more
-    than the search does where no drafts are tested: its share of the time with drafts says what it costs there.
+    The ratios are of rounds, in each of which the slower mode runs for about `ROUND_S`. A neighbour's work moves them
+    by more than the search does where no drafts are tested: its share of the time with drafts says what it costs.
     """
     of_modes = {name: make(mode) for name, mode in modes.items()}
     turns = math.ceil(ROUND_S / max(run().seconds for run in of_modes.values()))

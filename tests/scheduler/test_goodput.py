@@ -258,6 +258,20 @@ class TestTrials:
     def test_free_proposals_are_not_tried(self) -> None:
         assert not self.run(learned(GPU, 8, [0.0] * 8), 200, 8, accepts=False)
 
+    def test_a_trial_has_the_rows_whose_last_test_is_oldest(self) -> None:
+        chooser, rows = learned(GPU, 8, [0.0] * 8, explores=True), np.arange(8)
+        tried: list[int] = []
+        for _ in range(2000):
+            chosen = choose(chooser, 8, budget=2)
+            tested = rows[chosen > 0]
+            tried += tested.tolist()
+            chooser.observe_drafts(
+                tested, np.full(len(tested), 3, np.int32), np.ones_like(chosen[tested]), 0 * tested
+            )
+            size = DecodeStep(8, int(chosen.sum()), int(chosen.max()))
+            chooser.observe_step(rows, np.ones(8, np.int32), size, seconds_of(GPU, 8 + size.num_drafts))
+        assert set(tried[:8]) == set(range(8))
+
     def test_rows_that_cannot_pay_allow_no_trial(self) -> None:
         chooser = learned(GPU, 8, [0.0] * 8, explores=True)
         chooser.balances[5] = -5.0

@@ -34,7 +34,7 @@ class CountedLooks:
 
 
 class Steps:
-    """Steps without drafts."""
+    """Steps in which each row gets one token."""
 
     def __init__(self, num_rows: int = 2, num_proposals: int = 2, goodput: Goodput | None = None) -> None:
         columns = RowColumns(num_rows)
@@ -95,7 +95,7 @@ def test_right_proposals_of_few_rows_do_not_make_looks_frequent() -> None:
 
 
 def test_steps_without_rows_do_not_make_looks_frequent() -> None:
-    steps = Steps()
+    steps = Steps(goodput=costly_waits(2))
     steps.run(np.full((100, 2), 1, np.int32))
     num_looks, all_rows = 0, steps.rows
     for count in np.random.default_rng(0).choice((0, 2), 100).tolist():

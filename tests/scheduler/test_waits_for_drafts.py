@@ -15,8 +15,10 @@ from support.scheduler.ahead_runner import (
     seconds_of,
 )
 from tidewheel.batch import RowArray
+from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, WAIT_CREDIT
 from tidewheel.scheduler.speculation import Proposals
+from tidewheel.scheduler.step_plan import StepLimits
 
 # Small models on a GPU: tokens cost little, and more.
 FLAT = [(1, 0.0014), (8, 0.0014), (16, 0.00145), (32, 0.0016), (64, 0.0019), (128, 0.0028), (576, 0.009)]
@@ -102,3 +104,15 @@ def test_where_no_step_is_launched_ahead_none_has_waited() -> None:
     engine.run(NUM_TOKENS)
     assert engine.scheduler.stats().num_draft_tokens > 0
     assert engine.goodput.cost.wait == 0.0
+
+
+def test_a_step_whose_decodes_are_over_its_budget_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, limits = ModelledEngine(FLAT, 16, ChanceDrafts(1.0, [1.0] * 16, seed=1)), StepControl.limits
+
+    def narrow(self: StepControl, now: float, slice_s: float | None = None) -> StepLimits:
+        is_prompt_step = engine.scheduler._state.columns.num_running == 0
+        return limits(self, now, slice_s)._replace(**{} if is_prompt_step else {"token_budget": 12})
+
+    monkeypatch.setattr(StepControl, "limits", narrow)
+    engine.run(32)
+    assert engine.scheduler.stats().num_draft_tokens == 0

@@ -45,7 +45,7 @@ class DraftModel(Protocol):
     block_bytes: int  # of its own cache, for a block; 0: it reads the serving model's
     kv_layers: Sequence[KVLayer]  # after `allocate`
     vocab_size: int  # of its inputs
-    shift: int  # position i computes token i + shift
+    shift: int  # position i reads token i + shift
     keeps_drafts: bool  # keys and values of accepted drafts stay right
 
     def allocate(self, kv: KVTensors) -> None:

@@ -19,7 +19,7 @@ MARGIN = 0.03  # least gain of drafts: it covers errors of the estimates
 SLACK_TOKENS = 1.0  # that drafts may cost a request
 SLACK = 0.02  # the same in proportion to its tokens
 CREDIT = 1.0  # most tokens that a request's own drafts count before they are tested
-WAIT_CREDIT = 3.0  # the same, in waits
+WAIT_CREDIT = 3.0  # waits that are added to it
 
 _PRIOR_RATE = 0.5  # acceptance of a kind before any test
 _PRIOR_TESTS = 8.0  # weight of that rate
@@ -39,13 +39,13 @@ _MOST_SURPRISE = 3.0  # spreads that a step counts as at most: one pause does no
 _JUMP = 0.2  # spread of the pace after such a step
 _MOST_OFF = 1.25  # factor from a step's estimate to the seconds that its rows pay
 
-_TRIAL_PERIOD = 32  # steps without drafts before a trial
+_TRIAL_PERIOD = 32  # observed steps, mostly one for each look, before a trial
 _MOST_PERIOD = 512  # the same after trials in vain, each of which doubles it
-_TRIAL_RATIO = 1.05  # most seconds of a trial by those of the smallest
+_TRIAL_RATIO = 1.05  # most seconds of a trial, over those of the smallest
 _FEW_SIZES = 64  # that are compared before more are
 
 PATIENCE = 5  # looks in vain, after which rows are looked at half as often
-MOST_HALVINGS, MOST_WITH_TRIALS = 4, 2  # the second where drafts take time: trials are counted in looks
+MOST_HALVINGS, MOST_HALVINGS_WITH_TRIALS = 4, 2  # trials are counted in looks
 
 _Floats = npt.NDArray[np.float64]
 
@@ -109,7 +109,7 @@ class DecodeCost:
         return math.exp(np.interp(self._positions[num_rows - 1], self._knots, self._sizes) + self._deviations[0])
 
     def ratios(self, num_rows: int, num_drafts: Int32Array, most_drafts: Int32Array | int) -> _Floats:
-        """Return the seconds of waiting steps of `num_drafts` [n], `most_drafts` of a row, by those of plain ones."""
+        """Return seconds of steps that wait, with `num_drafts` [n], `most_drafts` of a row, over those of plain ones."""
         sizes = np.interp(self._positions.take(num_drafts + (num_rows - 1)), self._knots, self._sizes)
         without = float(np.interp(self._positions[num_rows - 1], self._knots, self._sizes))
         _, overhead, wait, depth = self._deviations[:4].tolist()
@@ -154,9 +154,9 @@ class AcceptanceRates:
 class Goodput:
     """Choice of each row's drafts in a step of decodes: the most tokens per second, at no request's expense.
 
-    Each row has a balance in tokens. A step adds the tokens that the row got, less the step's seconds by those of the
-    same step without drafts. Invariant, as far as the estimates know, whatever the drafts turn out to be worth: the
-    balance stays above ``-(SLACK_TOKENS + SLACK · tokens so far)``, and above 0 where lower classes draft; with
+    Each row has a balance in tokens. A step adds the tokens that the row got, less the step's seconds over those of
+    the same step without drafts. Invariant, as far as the estimates know, whatever the drafts turn out to be worth:
+    the balance stays above ``-(SLACK_TOKENS + SLACK · tokens so far)``, and above 0 where lower classes draft; with
     drafts of its own, `CREDIT` and `WAIT_CREDIT` waits lower. Without, a request is late by 1 token and 2 % at most.
     """
 
@@ -185,7 +185,7 @@ class Goodput:
 
     def is_look_due(self, num_steps: int, num_vain_looks: int) -> bool:
         """Return whether to look for drafts, so many steps after the last look: seldom, if looks were in vain."""
-        most = MOST_WITH_TRIALS if self._explores else MOST_HALVINGS
+        most = MOST_HALVINGS_WITH_TRIALS if self._explores else MOST_HALVINGS
         return num_steps >= 1 << min(num_vain_looks // PATIENCE, most)
 
     def choose(self, rows: RowArray, counts: Int32Array, kinds: Int32Array, budget: int) -> Int32Array:
@@ -261,16 +261,16 @@ class Goodput:
         return indices[:0], 0.0
 
     def _most_ratio(self, rows: RowArray, lowest: int, gains: npt.ArrayLike = 0.0) -> float:
-        """Return the longest step, by one without drafts, that keeps the balances. `gains`: of own drafts."""
+        """Return the longest step, over one without drafts, that keeps the balances. `gains`: of own drafts."""
         slack = (SLACK_TOKENS + SLACK * self.num_tokens.take(rows)) * (self._classes.take(rows) >= lowest)
         wait = self.cost.wait  # a step after one with drafts waits too
         own = np.where(np.greater(gains, 0.0), np.minimum(gains, CREDIT + WAIT_CREDIT * wait), -wait)
         return 1.0 + float((self.balances.take(rows) + slack + own).min())
 
     def _trial(self, rows: RowArray, counts: Int32Array, budget: int) -> Int32Array:
-        """Return one draft for each of the rows whose last test is oldest, as far as the balances allow it."""
-        candidates = np.flatnonzero(counts > 0)[:budget]
-        candidates = candidates[self._tested_in.take(rows.take(candidates)).argsort(kind="stable")]
+        """Return one draft for each of the rows whose last test is oldest, as far as budget and balances allow."""
+        candidates = np.flatnonzero(counts > 0)
+        candidates = candidates[self._tested_in.take(rows.take(candidates)).argsort(kind="stable")[:budget]]
         ratios = self.cost.ratios(len(rows), self._numbers[: len(candidates)], 1)
         lowest = int(self._classes[rows.take(candidates)].max(initial=0))
         is_allowed = (ratios <= _TRIAL_RATIO * ratios[:1]) & (ratios <= self._most_ratio(rows, lowest))

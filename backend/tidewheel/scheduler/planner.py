@@ -135,7 +135,7 @@ class StepPlanner:
         state, plan, columns = self._state, self._plan, self._state.columns
         rows, starts, block_size = plan.decode_rows, plan.decode_starts, state.kv.block_size
         num_left = columns.max_num_tokens.take(rows) - starts - 2  # after the token of the step
-        budget = min(plan.token_budget, plan.limits.max_scores)
+        budget = max(min(plan.token_budget, plan.limits.max_scores), 0)
         counts = speculation.choose(rows, num_left, budget)
         num_slots = columns.num_slots.take(rows)
         num_blocks = int(((starts + counts - num_slots) // block_size + 1).clip(0).sum())

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 ANY_BUDGET = 1 << 30
 COPIED_KIND, NUMBER_KIND, FORCED_KIND, REPEATED_KIND = range(NUM_KINDS - 4, NUM_KINDS)
-NUM_OTHER_KINDS = (NUM_KINDS - 4) // 2  # of other proposers; again for their drafts in rows with grammars
-MAX_FORCED_ROWS = 8  # with a grammar, of a call that drafts for them: one takes 30 to 150 µs
+NUM_OTHER_KINDS = (NUM_KINDS - 4) // 2  # of prompt lookup or the runner; as many again in rows with grammars
+MAX_FORCED_ROWS = 8  # with a grammar; of more, none gets forced text: a row takes 30 to 150 µs
 BYTES_PER_DRAFT = 8  # of the text that is drafted
 MAX_WORD_BYTES = 32
 MAX_PROMPT_TOKENS = 8192  # at the end of a prompt, that are searched for words and numbers
@@ -91,7 +91,7 @@ class _GrammarRow:
         self._prompt = self._tokenizer.decode_bytes(prompt[-MAX_PROMPT_TOKENS:])
         self._words = b" " + self._prompt.translate(_WORDS_ALONE)
         self._numbers = _NUMBER.findall(self._prompt)  # those after the last that the answer has too
-        self._last_place, self.forced_kind = 0, FORCED_KIND  # of a word in the prompt; of the last forced text
+        self._last_place, self.forced_kind = 0, FORCED_KIND  # where a word was copied from; kind of the last `forced`
 
     def append(self, token_ids: list[int]) -> None:
         self.matcher.consume_tokens(token_ids)
@@ -116,7 +116,7 @@ class _GrammarRow:
         return self._forced[:most]
 
     def copied(self, most: int) -> list[int]:
-        """Return up to `most` tokens that go on with the answer's last word as the prompt does, at the next place."""
+        """Return up to `most` tokens that continue the last word as the prompt does, at the last place or after it."""
         word = self._text[-MAX_WORD_BYTES:].translate(_WORDS_ALONE).rpartition(b" ")[2]
         place = max(self._words.find(b" " + word, self._last_place), self._words.find(b" " + word))
         if place < 0 or not 0 < len(word) < MAX_WORD_BYTES:
@@ -252,7 +252,7 @@ class Speculation:
         return self._goodput.choose(rows, counts, self._kinds.take(rows), budget) if counts.any() else counts
 
     def is_worthwhile(self) -> bool:
-        """Return whether drafts would pay after the known tokens of all rows. Then look for them after the next."""
+        """Return whether drafts of the running rows would pay. If so, looks become frequent again."""
         if not self.has_proposals:
             return False
         rows = self._columns.running.nonzero()[0]
@@ -286,7 +286,7 @@ class Speculation:
         rows, tokens = rows[has_proposal], tokens[has_proposal]
         num_right = (self._token_ids[rows, 0] == tokens).astype(np.int32)
         self._goodput.observe_drafts(rows, self._kinds.take(rows), np.ones_like(num_right), num_right)
-        if self._goodput.cost.wait and 2 * num_right.sum() >= max(num_rows, 1):  # without waits, looks take time
+        if self._goodput.cost.wait and 2 * num_right.sum() >= max(num_rows, 1):  # else frequent looks only cost time
             self._num_vain_looks = 0
 
     def propose(self) -> None:
@@ -302,7 +302,7 @@ class Speculation:
         self.has_proposals = bool(self._counts.any())
 
     def observe_drafts(self, rows: RowArray, draft_tokens: Int32Array, follows: BoolArray) -> None:
-        """Learn which entries [n] of a step with drafts counted. Call before `observe`."""
+        """Learn which drafts of a step were accepted. `follows` [n]: whose token counts. Call before `observe`."""
         firsts = (draft_tokens == NO_DRAFT).nonzero()[0]
         num_drafts = np.add.reduceat(draft_tokens >= 0, firsts, dtype=np.int32)
         num_accepted = np.add.reduceat(follows, firsts, dtype=np.int32) - 1

@@ -3,7 +3,7 @@
 A row with k drafts is k + 1 decodes, each of which reads the row's keys again. A step with drafts waits for the
 tokens of the step before it, so the host's time adds to the device's; without drafts the host works one step ahead.
 Drafts of a row are accepted one after the other, each with the same chance. The number of drafts is the best of the
-row's 0 to 8, as the engine would choose it.
+row's 0 to 8, as the engine would choose it where `max_num_seqs` leaves as many rows free as a step has drafts.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class DecodeCost:
         return math.exp(np.interp(self._positions[num_rows - 1], self._knots, self._sizes) + self._deviations[0])
 
     def ratios(self, num_rows: int, num_drafts: Int32Array, most_drafts: Int32Array | int) -> _Floats:
-        """Return seconds of steps that wait, with `num_drafts` [n], `most_drafts` of a row, over those of plain ones."""
+        """Return seconds of steps that wait, with `num_drafts` [n], `most_drafts` of a row, over those of plain."""
         sizes = np.interp(self._positions.take(num_drafts + (num_rows - 1)), self._knots, self._sizes)
         without = float(np.interp(self._positions[num_rows - 1], self._knots, self._sizes))
         _, overhead, wait, depth = self._deviations[:4].tolist()

@@ -116,7 +116,7 @@ class _GrammarRow:
         return self._forced[:most]
 
     def copied(self, most: int) -> list[int]:
-        """Return up to `most` tokens that continue the last word as the prompt does, at the last place or after it."""
+        """Return up to `most` tokens that continue the last word as the prompt does, at the last place or after."""
         word = self._text[-MAX_WORD_BYTES:].translate(_WORDS_ALONE).rpartition(b" ")[2]
         place = max(self._words.find(b" " + word, self._last_place), self._words.find(b" " + word))
         if place < 0 or not 0 < len(word) < MAX_WORD_BYTES:

@@ -104,6 +104,24 @@ def test_streams_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("model", SPECULATIVE)
+@pytest.mark.parametrize("streams", [False, True])
+def test_plain_answers_are_those_without_drafts(
+    server: Server, drafted: Mapping[str, PerfMetrics], model: str, streams: bool
+) -> None:
+    """Requests of one sequence without log-probabilities take a way of their own through the server."""
+    assert drafted[model].num_accepted_draft_tokens
+
+    def answer(name: str) -> str:
+        options: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True}
+        with Client(server.grpc, name) as client:
+            if streams:
+                return "".join(chunk.text for chunk in client.stream(TEXT, **options))
+            return client.generate(TEXT, **options).text
+
+    assert answer(model) == answer("plain") != ""
+
+
+@pytest.mark.parametrize("model", SPECULATIVE)
 def test_streams_of_the_gateway_are_those_without_drafts(server: Server, model: str) -> None:
     def stream(name: str) -> tuple[list[str], int]:
         parts = list(

@@ -41,7 +41,7 @@ class _Route(NamedTuple):
     front_end: FrontEnd
     key: int
     sequence: int  # within the key
-    is_only: bool  # sequence of the key
+    in_columns: bool  # its tokens go in `NewTokens`: the only sequence of the key, without a delta so far
     client_id: str  # named by the client
 
 
@@ -165,7 +165,9 @@ class FrontEnds:
             sampling = request.sampling
             is_single = request not in (*requests[max(index - 1, 0) : index], *requests[index + 1 : index + 2])
             has_logprobs = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-            if not route.is_only or request.bucket or has_logprobs or not is_single:
+            if not is_single:  # later tokens may not pass these
+                route = self._routes[request.request_id] = route._replace(in_columns=False)
+            if not route.in_columns or request.bucket or has_logprobs:
                 others.append(index)
                 continue
             _, positions, keys = columns.setdefault(route.front_end.identity, (route.front_end, [], []))

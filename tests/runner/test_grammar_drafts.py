@@ -89,7 +89,8 @@ class Rows:
             request(f"r{row}", prompt_ids, 50, grammar=None if one is None else RowGrammar(one, ENDS))
             for row, one in enumerate(self.compiled)
         ]
-        columns: Any = SimpleNamespace(request=requests.__getitem__)
+        self.running = np.ones(len(requests), np.bool_)
+        columns: Any = SimpleNamespace(request=requests.__getitem__, running=self.running)
         self.inner = Constant(drafts)
         self.proposer = GrammarDrafts(self.inner, columns)
         for row in range(len(requests)):
@@ -126,6 +127,27 @@ def test_forced_text_is_drafted_with_the_spaces_of_the_answer(compiler: GrammarC
     rows.append(1, rows.tokens(' ,"size":8'))
     rows.append(1, rows.tokens(" "))
     assert rows.text(1) == ',"kind":"box"}'
+
+
+def test_the_grammar_of_an_ended_request_is_dropped(compiler: GrammarCompiler) -> None:
+    rows = Rows(compiler, [Grammar.choice(["certainly", "no"])] * 2)
+    rows.running[1] = False
+    rows.append(0, rows.tokens("c"))
+    assert list(rows.proposer._rows) == [0]
+    assert rows.text(0) == "ertainly"
+
+
+def test_a_number_that_comes_again_is_passed_once(compiler: GrammarCompiler) -> None:
+    item = {
+        "type": "object", "properties": {"size": {"type": "integer"}, "name": {"type": "string"}},
+        "required": ["size", "name"], "additionalProperties": False,
+    }  # fmt: skip
+    rows = Rows(compiler, [Grammar.json_schema({"type": "array", "items": item})], prompt="5 of 7, 5 of 9")
+    rows.append(0, rows.tokens('[{"size": 5, "name": "a"}'))
+    for _ in range(3):
+        assert rows.propose(0)[0][0] == []  # the next item, or the end
+    rows.append(0, rows.tokens(', {"size": '))
+    assert rows.propose(0) == [(rows.tokens("7"), NUMBER_KIND)]
 
 
 def test_the_rest_of_an_accepted_draft_is_drafted_again(compiler: GrammarCompiler) -> None:

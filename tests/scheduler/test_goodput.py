@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 
 from tidewheel.batch import Int32Array
 from tidewheel.scheduler import goodput as module
+from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, AcceptanceRates, DecodeCost, DecodeStep, Goodput
 from tidewheel.scheduler.prompt_lookup import MATCH_KINDS
-from tidewheel.scheduler.speculation import COPIED_KIND, FORCED_KIND, NUM_OTHER_KINDS, NUMBER_KIND, REPEATED_KIND
+from tidewheel.scheduler.speculation import (
+    COPIED_KIND,
+    FORCED_KIND,
+    NUM_OTHER_KINDS,
+    NUMBER_KIND,
+    REPEATED_KIND,
+    RunnerDrafts,
+    Speculation,
+)
+from tidewheel.stats import EngineStats
 
 # SmolLM2-135M on two cores, and a small model on a GPU.
 CPU = [(1, 0.0077), (2, 0.0077), (4, 0.0078), (8, 0.0095), (16, 0.0146), (32, 0.026), (64, 0.05), (128, 0.1)]
@@ -386,6 +396,13 @@ def test_it_is_about_as_fast_as_the_best_number_and_not_slower_than_none(
     chosen = tokens_per_second(table, num_rows, rate, None, 2.0)
     assert chosen > 0.98 * paces[0]
     assert chosen > 0.93 * max(paces)
+
+
+def test_the_class_of_a_row_follows_that_of_a_running_request() -> None:
+    columns, chooser = RowColumns(2), Goodput(2, 1)
+    Speculation(RunnerDrafts(1), chooser, 1, columns, EngineStats())
+    columns.classes[1] = 4
+    assert chooser.classes.tolist() == [0, 4]
 
 
 def test_the_class_of_a_row_is_that_of_the_request_in_it() -> None:

@@ -11,14 +11,17 @@ from support.scheduler.ahead_runner import (
     ChanceDrafts,
     FloatArray,
     ModelledEngine,
+    QueuedStep,
+    QueueingRunner,
     Table,
     seconds_of,
 )
-from tidewheel.batch import RowArray
+from tidewheel.batch import RowArray, ScheduledBatch
+from tidewheel.request import RequestObjective
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, WAIT_CREDIT
 from tidewheel.scheduler.speculation import Proposals
-from tidewheel.scheduler.step_plan import StepLimits
+from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
 
 # Small models on a GPU: tokens cost little, and more.
 FLAT = [(1, 0.0014), (8, 0.0014), (16, 0.00145), (32, 0.0016), (64, 0.0019), (128, 0.0028), (576, 0.009)]
@@ -116,3 +119,69 @@ def test_a_step_whose_decodes_are_over_its_budget_has_no_drafts(monkeypatch: pyt
     monkeypatch.setattr(StepControl, "limits", narrow)
     engine.run(32)
     assert engine.scheduler.stats().num_draft_tokens == 0
+
+
+def test_no_step_waits_for_drafts_while_prompts_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ModelledEngine(FLAT, 2, ChanceDrafts(1.0, [1.0, 1.0], seed=1), max_num_batched_tokens=32)
+    waits: list[bool] = []  # of steps with a prompt
+
+    def observe_step(
+        self: StepControl, step: InFlightStep, batch: ScheduledBatch, num_outputs: int, now: float
+    ) -> None:
+        if batch.num_tokens > batch.num_decodes and not step.started:
+            waits.append(step.has_waited)
+        real(self, step, batch, num_outputs, now)
+
+    real = StepControl.observe_step
+    monkeypatch.setattr(StepControl, "observe_step", observe_step)
+    engine.add(400)
+    while not engine.scheduler.stats().num_accepted_draft_tokens:
+        engine.step()
+    engine.add(1, prompt=600)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert len(waits) > 10 and not any(waits[1:])  # the first one follows a step with drafts
+
+
+SLOW = [(1, 0.008), (9, 0.013), (128, 0.05)]  # a step with eight drafts takes longer than the pace that is asked for
+PACE_MS = 10.0
+
+
+def test_controllers_take_the_time_of_a_token_not_of_a_step_with_drafts() -> None:
+    drafts = ChanceDrafts(1.0, [1.0], seed=1)
+    engine = ModelledEngine(SLOW, 1, drafts, max_inflight_steps=1, target_tpot_ms=PACE_MS)
+    engine.run(NUM_TOKENS)
+    stats = engine.scheduler.stats()
+    assert stats.num_accepted_draft_tokens > NUM_TOKENS // 2
+    assert stats.token_budget == 8192
+    refused = RequestObjective(tpot_s=1e-3 * PACE_MS, refuses=True)
+    engine.add(4, objective=refused, arrival_time=engine.clock.now)
+
+
+def test_rows_that_wait_for_their_pace_let_others_draft_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, limits = ModelledEngine(FLAT, 4, ChanceDrafts(1.0, [1.0] * 4, seed=1)), StepControl.limits
+
+    def narrow(self: StepControl, now: float, slice_s: float | None = None) -> StepLimits:
+        paced = {} if engine.scheduler._state.columns.num_running == 0 else {"max_decodes": 3}
+        return limits(self, now, slice_s)._replace(**paced)
+
+    monkeypatch.setattr(StepControl, "limits", narrow)
+    for _ in range(4):
+        engine.add(64, objective=RequestObjective(tpot_s=1.0))
+    while engine.scheduler._state.columns.num_running in (0, 4):
+        engine.step()
+        assert engine.scheduler.stats().num_draft_tokens == 0
+
+
+def test_a_step_that_memory_does_not_suffice_for_runs_without_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(self: QueueingRunner, batch: ScheduledBatch) -> QueuedStep:
+        if (batch.draft_tokens >= 0).any():
+            raise MemoryError
+        return real(self, batch)
+
+    real = QueueingRunner.launch
+    monkeypatch.setattr(QueueingRunner, "launch", launch)
+    engine = ModelledEngine(FLAT, 2, ChanceDrafts(1.0, [1.0, 1.0], seed=1))
+    assert engine.run(64).shape == (2, 64)  # no request ended before
+    stats = engine.scheduler.stats()
+    assert stats.num_drafts == stats.num_accepted_draft_tokens == 0

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidewheel.batch import SPARE_LOGITS, RowArray, ScheduledBatch
+from tidewheel.batch import NO_DRAFT, SPARE_LOGITS, RowArray, ScheduledBatch
 from tidewheel.request import Priority
 from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
 from tidewheel.scheduler.state import SchedulerState
@@ -247,14 +247,17 @@ class StepControl:
         first = next(waiting.candidates(with_new=True), None) if columns.free_rows else None
         return int(columns.classes[prompts].min(initial=Priority.LOW if first is None else first.service_class))
 
-    def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
-        """Update estimates and limits. A step begins when the previous one ends."""
+    def observe_step(self, step: InFlightStep, batch: ScheduledBatch, num_outputs: int, now: float) -> None:
+        """Update estimates and limits. A step begins when the previous one ends. `num_outputs`: its new tokens."""
         state = self._state
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
         if state.turns is not None and step.turn is not None:
             state.turns.pay(step.turn, batch.num_tokens, seconds)
-        state.step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
+        token_s = seconds  # of each row's token: with drafts, a row may get several
+        if step.has_drafts:
+            token_s *= min(np.count_nonzero(batch.draft_tokens == NO_DRAFT) / max(num_outputs, 1), 1.0)
+        state.step_time.observe(batch.num_tokens - batch.num_decodes, token_s, now)
         if state.speculation is not None and not step.started:
             interval = now - last if step.has_waited else seconds
             state.speculation.observe_step(batch, interval, has_waited=step.has_waited)
@@ -267,13 +270,13 @@ class StepControl:
             self.strategy.observe_batch(max(now - oldest, 0.0))
         self._last_applied = now
         if self._pressure is not None and batch.num_decodes:
-            self._pressure.observe_step(now, seconds)
+            self._pressure.observe_step(now, token_s)
         if self._tpot is not None:
-            self._tpot.observe(seconds, batch.num_decodes, batch.num_tokens)
+            self._tpot.observe(token_s, batch.num_decodes, batch.num_tokens)
             self.token_budget = self._tpot.budget
         if self._governor is not None:
             if (elapsed := now - last) > 0.0:
                 weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
                 self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
-            self._governor.observe(now, seconds, state.columns.num_running, self._kv_usage(), self._busy)
+            self._governor.observe(now, token_s, state.columns.num_running, self._kv_usage(), self._busy)
             self.max_num_seqs = self._governor.max_num_seqs

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import Int32Array, RowArray
+from tidewheel.batch import Float64Array, Int32Array, RowArray
 
 NUM_KINDS = 20  # of proposals
 MARGIN = 0.03  # least gain of drafts: it covers errors of the estimates
@@ -46,8 +46,6 @@ _FEW_SIZES = 64  # that are compared before more are
 
 PATIENCE = 5  # looks in vain, after which rows are looked at half as often
 MOST_HALVINGS, MOST_HALVINGS_WITH_TRIALS = 4, 2  # trials are counted in looks
-
-_Floats = npt.NDArray[np.float64]
 
 
 class DecodeStep(NamedTuple):
@@ -108,7 +106,7 @@ class DecodeCost:
         """Return the seconds of a step without drafts."""
         return math.exp(np.interp(self._positions[num_rows - 1], self._knots, self._sizes) + self._deviations[0])
 
-    def ratios(self, num_rows: int, num_drafts: Int32Array, most_drafts: Int32Array | int) -> _Floats:
+    def ratios(self, num_rows: int, num_drafts: Int32Array, most_drafts: Int32Array | int) -> Float64Array:
         """Return seconds of steps that wait, with `num_drafts` [n], `most_drafts` of a row, over those of plain."""
         sizes = np.interp(self._positions.take(num_drafts + (num_rows - 1)), self._knots, self._sizes)
         without = float(np.interp(self._positions[num_rows - 1], self._knots, self._sizes))
@@ -134,8 +132,8 @@ class AcceptanceRates:
     def enter(self, row: int) -> None:
         self._rows[:, row], self._factors[row] = 0.0, 1.0
 
-    def rates(self, rows: RowArray, kinds: Int32Array) -> _Floats:
-        rates: _Floats = np.maximum(1.0 - self._failures.take(kinds) * self._factors.take(rows), 0.0)
+    def rates(self, rows: RowArray, kinds: Int32Array) -> Float64Array:
+        rates: Float64Array = np.maximum(1.0 - self._failures.take(kinds) * self._factors.take(rows), 0.0)
         return rates
 
     def observe(self, rows: RowArray, kinds: Int32Array, num_tested: Int32Array, num_accepted: Int32Array) -> None:
@@ -171,7 +169,8 @@ class Goodput:
         self.cost = DecodeCost(num_rows * (1 + most), step_seconds)
         self.rates = AcceptanceRates(num_rows)
         self.balances, self.num_tokens = np.zeros((2, num_rows))
-        self._classes, self._tested_in = np.zeros((2, num_rows), np.int64)  # service class, step of the last test
+        self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, np.int8)  # service classes
+        self._tested_in = np.zeros(num_rows, np.int64)  # step of the last test
         self._num_steps = 0
         self._explores, self._is_trial = explores, False  # the last choice
         self._trial_in = self._trial_period = _TRIAL_PERIOD
@@ -181,7 +180,7 @@ class Goodput:
     def enter(self, row: int, service_class: int) -> None:
         self.rates.enter(row)
         self.balances[row] = self.num_tokens[row] = 0.0
-        self._classes[row] = service_class
+        self.classes[row] = service_class
 
     def is_look_due(self, num_steps: int, num_vain_looks: int) -> bool:
         """Return whether to look for drafts, so many steps after the last look: seldom, if looks were in vain."""
@@ -229,7 +228,7 @@ class Goodput:
             bounds = num_rows + rates.max() * (numbers + (stride - 1))
             if (bounds < least * self.cost.ratios(num_rows, numbers, 1)).all():
                 return best
-        classes = self._classes.take(rows)
+        classes = self.classes.take(rows)
         for lowest in set(classes[rates > _LEAST_RATE].tolist()):  # mostly one; a larger number is a lower class
             chosen, tokens = self._best_of(rows, np.where(classes <= lowest, rates, 0.0), counts, budget, lowest)
             if tokens > least:
@@ -237,7 +236,7 @@ class Goodput:
         return best
 
     def _best_of(
-        self, rows: RowArray, rates: _Floats, counts: Int32Array, budget: int, lowest: int
+        self, rows: RowArray, rates: Float64Array, counts: Int32Array, budget: int, lowest: int
     ) -> tuple[Int32Array, float]:
         """Return the drafts of the best step that keeps the balances, and its tokens in the seconds of one without.
 
@@ -262,7 +261,7 @@ class Goodput:
 
     def _most_ratio(self, rows: RowArray, lowest: int, gains: npt.ArrayLike = 0.0) -> float:
         """Return the longest step, over one without drafts, that keeps the balances. `gains`: of own drafts."""
-        slack = (SLACK_TOKENS + SLACK * self.num_tokens.take(rows)) * (self._classes.take(rows) >= lowest)
+        slack = (SLACK_TOKENS + SLACK * self.num_tokens.take(rows)) * (self.classes.take(rows) >= lowest)
         wait = self.cost.wait  # a step after one with drafts waits too
         own = np.where(np.greater(gains, 0.0), np.minimum(gains, CREDIT + WAIT_CREDIT * wait), -wait)
         return 1.0 + float((self.balances.take(rows) + slack + own).min())
@@ -272,6 +271,6 @@ class Goodput:
         candidates = np.flatnonzero(counts > 0)
         candidates = candidates[self._tested_in.take(rows.take(candidates)).argsort(kind="stable")[:budget]]
         ratios = self.cost.ratios(len(rows), self._numbers[: len(candidates)], 1)
-        lowest = int(self._classes[rows.take(candidates)].max(initial=0))
+        lowest = int(self.classes[rows.take(candidates)].max(initial=0))
         is_allowed = (ratios <= _TRIAL_RATIO * ratios[:1]) & (ratios <= self._most_ratio(rows, lowest))
         return np.bincount(candidates[is_allowed], minlength=len(rows)).astype(np.int32)

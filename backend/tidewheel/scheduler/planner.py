@@ -53,7 +53,8 @@ class StepPlanner:
         else:
             self._plan_turn(state.turns, decode_rows, decode_starts)
         speculation = state.speculation
-        if speculation is not None and speculation.has_proposals and plan.has_decodes_alone and not state.in_flight:
+        has_all = plan.has_decodes_alone and len(plan.decode_rows) == len(decode_rows)
+        if speculation is not None and speculation.has_proposals and has_all and not state.in_flight:
             self._plan_drafts(speculation)
         num_grown = len(plan.growing_rows)
         self._grow()
@@ -131,7 +132,7 @@ class StepPlanner:
         return rows[is_chosen], starts[is_chosen], int(num_full)
 
     def _plan_drafts(self, speculation: Speculation) -> None:
-        """Add drafts to a step of decodes alone; drafts preempt no row."""
+        """Add drafts to a step of all decodes alone; drafts take no row's place."""
         state, plan, columns = self._state, self._plan, self._state.columns
         rows, starts, block_size = plan.decode_rows, plan.decode_starts, state.kv.block_size
         num_left = columns.max_num_tokens.take(rows) - starts - 2  # after the token of the step

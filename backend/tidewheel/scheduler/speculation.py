@@ -31,7 +31,7 @@ MAX_FORCED_ROWS = 8  # with a grammar; of more, none gets forced text: a row tak
 BYTES_PER_DRAFT = 8  # of the text that is drafted
 MAX_WORD_BYTES = 32
 MAX_PROMPT_TOKENS = 8192  # at the end of a prompt, that are searched for words and numbers
-RECENT_BYTES = 4096  # at the end of the answer, that are searched for spaces and numbers
+RECENT_BYTES = 4096  # at the end of the answer, that are searched for spaces
 # Ordered so that in a string or a number, two that are allowed are found soon.
 _CHARACTERS = '{}[],:"01-tfnabcdeghijklmopqrsuvwxyzA'
 _NUMBER = re.compile(rb"\d+(?:\.\d+)?")
@@ -91,7 +91,8 @@ class _GrammarRow:
         self._prompt = self._tokenizer.decode_bytes(prompt[-MAX_PROMPT_TOKENS:])
         self._words = b" " + self._prompt.translate(_WORDS_ALONE)
         self._numbers = _NUMBER.findall(self._prompt)  # those after the last that the answer has too
-        self._last_place, self.forced_kind = 0, FORCED_KIND  # where a word was copied from; kind of the last `forced`
+        self._last_place = self._num_read = 0  # of the last copied word; bytes of the answer read for numbers
+        self.forced_kind = FORCED_KIND  # of the last `forced`
 
     def append(self, token_ids: list[int]) -> None:
         self.matcher.consume_tokens(token_ids)
@@ -128,9 +129,10 @@ class _GrammarRow:
         """Return the tokens of the prompt's next number, where the grammar awaits one. Set `forced_kind`."""
         if self._text[-1:].isdigit() or self.allowed(self._tokenizer.tokenize_bytes(b"a")):
             return []
-        given = _NUMBER.findall(self._text[-RECENT_BYTES:])[-1:]
-        if given and given[0] in self._numbers:
-            self._numbers = self._numbers[self._numbers.index(given[0]) + 1 :]
+        for given in _NUMBER.finditer(self._text, self._num_read):  # those since the last call
+            self._num_read = given.end()
+            if given[0] in self._numbers:
+                self._numbers = self._numbers[self._numbers.index(given[0]) + 1 :]
         self.forced_kind, space = NUMBER_KIND, b" " * (self._text[-1:] == b":")
         return self.allowed(self._tokenizer.tokenize_bytes(space + self._numbers[0])) if self._numbers else []
 
@@ -197,6 +199,7 @@ class GrammarDrafts(Proposer):
 
     def append(self, rows: RowArray, token_ids: Int32Array) -> None:
         self._proposer.append(rows, token_ids)
+        self._rows = {row: one for row, one in self._rows.items() if self._columns.running[row]}
         if not self._rows:
             return
         for row, pairs in itertools.groupby(zip(rows.tolist(), token_ids.tolist(), strict=True), itemgetter(0)):
@@ -227,6 +230,7 @@ class Speculation:
         num_rows = columns.num_rows
         self._proposer = proposer
         self._goodput = goodput
+        goodput.classes = columns.classes  # which change while requests run
         self._columns = columns
         self._stats = stats
         self._counts = np.zeros(num_rows, dtype=np.int32)

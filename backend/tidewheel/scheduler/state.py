@@ -248,7 +248,9 @@ class SchedulerState:
         """Note and return whether the next step waits for the tokens of those in flight, as drafts follow them."""
         if self.speculation is None or not self.in_flight:
             return False
-        self.has_waited = self.in_flight[-1].has_drafts or self.speculation.is_worthwhile()
+        can_join = self.waiting and self.columns.free_rows and self.blocked is None
+        has_prompt = can_join or len(self.columns.gaps()[2]) > 0  # a step with a prompt has no drafts
+        self.has_waited = self.in_flight[-1].has_drafts or (not has_prompt and self.speculation.is_worthwhile())
         return self.has_waited
 
     def settle_drafts(self, rows: RowArray) -> None:

@@ -90,15 +90,14 @@ class ChanceDrafts:
 class ModelledEngine:
     """An engine of `num_rows` rows, without drafts if there is no proposer."""
 
-    def __init__(
-        self, table: Table, num_rows: int, proposer: ChanceDrafts | None = None, *, max_inflight_steps: int = 2
-    ) -> None:
+    def __init__(self, table: Table, num_rows: int, proposer: ChanceDrafts | None = None, **settings: object) -> None:
         self.clock, self._num_rows, self._num_requests = ModelledClock(), num_rows, 0
         self.scheduler = make_scheduler(
-            num_blocks=64 * num_rows, block_size=16, max_num_seqs=num_rows, max_num_batched_tokens=8192,
-            max_model_len=1024, max_inflight_steps=max_inflight_steps, enable_prefix_caching=False,
-            speculation="none" if proposer is None else "prompt_lookup", num_speculative_tokens=MOST,
+            num_blocks=64 * num_rows, block_size=16, max_num_seqs=num_rows, max_model_len=1024,
+            enable_prefix_caching=False, num_speculative_tokens=MOST,
+            speculation="none" if proposer is None else "prompt_lookup",
             decode_seconds=[(size, seconds_of(table, size) + LAUNCH_S) for size in (1, 2, 4, 8, 16, 32, 64, 128)],
+            **{"max_num_batched_tokens": 8192, "max_inflight_steps": 2} | settings,
         )  # fmt: skip
         if proposer is not None:
             self.scheduler.use_proposer(proposer)
@@ -116,13 +115,19 @@ class ModelledEngine:
         for request in outputs.requests:
             self._arrivals[request.request_id].append(self.clock.now)
 
+    def add(self, num_tokens: int, prompt: int = 16, **fields: object) -> None:
+        self._num_requests += 1
+        self._arrivals[name := str(self._num_requests)] = []
+        self._core.add_group([make_request(name, prompt, max_tokens=num_tokens, **fields)])
+
+    def step(self) -> None:
+        self._core.step()
+
     def run(self, num_tokens: int) -> FloatArray:
         """Run a request in each row. Return the seconds until each token of each request [rows, num_tokens]."""
         began, self._arrivals = self.clock.now, {}
         for _ in range(self._num_rows):
-            self._num_requests += 1
-            self._arrivals[name := str(self._num_requests)] = []
-            self._core.add_group([make_request(name, 16, max_tokens=num_tokens)])
+            self.add(num_tokens)
         while self._core.has_unfinished:
-            self._core.step()
+            self.step()
         return np.array(list(self._arrivals.values())) - began

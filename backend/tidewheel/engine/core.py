@@ -10,6 +10,7 @@ import numpy as np
 from tidewheel.batch import (
     NO_DRAFT,
     NO_TRANSFERS,
+    NOT_DRAFTED,
     BoolArray,
     Int32Array,
     RowError,
@@ -172,12 +173,22 @@ class EngineCore:
     def _recover(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
         """Rerun a failed step with fewer rows. If a later step is in flight, it read the tokens: end the requests."""
         if not self._in_flight:
-            return self._run_rest(batch, error)
+            has_drafts = len(batch.draft_tokens) > 0 and not isinstance(error, RowError)
+            return self._run_without_drafts(batch) if has_drafts else self._run_rest(batch, error)
         left = set(self._in_flight[0].batch.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:
                 self._give_up(row, error)
         return _no_tokens(batch)
+
+    def _run_without_drafts(self, batch: ScheduledBatch) -> SampledTokens:
+        """Rerun a step for which memory did not suffice without its drafts, which take a part of it."""
+        keep = batch.draft_tokens == NO_DRAFT
+        plain = _only(batch, keep)
+        result = _attempt(lambda: self.runner.launch(plain).wait())
+        tokens = self._run_rest(plain, result.error) if isinstance(result, _Failure) else result
+        draft_tokens = np.where(keep, np.int32(NO_DRAFT), np.int32(NOT_DRAFTED))
+        return replace(_spread(keep, tokens), draft_tokens=draft_tokens)
 
     def _run_rest(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
         """Rerun a failed step without the failed row, or, short of memory, without the longest chunk.
@@ -236,7 +247,7 @@ def _no_tokens(batch: ScheduledBatch) -> SampledTokens:
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
     """Return a batch of some rows, without block copies: the blocks may hold other data by now."""
-    dropped = set(batch.rows[~keep].tolist())
+    dropped = set(batch.rows[~keep].tolist()) - set(batch.rows[keep].tolist())
     names = ("rows", "start_positions", "num_scheduled_tokens", "samples", "lora_slots", "draft_tokens")
     columns = {name: column[keep] for name in names if len(column := getattr(batch, name))}
     return replace(

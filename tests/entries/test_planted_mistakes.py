@@ -397,12 +397,54 @@ def test_damaged_draft_model(
     assert matches(words, found[0].message), found[0].message
 
 
+@pytest.mark.parametrize("is_this_machine", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculation": "first_layers", "num_draft_layers": "99"}, "num_draft_layers is 99: the model has … layers"),
+        ({"speculation": "eagle3", "draft_model": str(WEIGHTS)}, "LlamaForCausalLM is no EAGLE-3 head"),
+    ],
+)
+def test_other_drafts_that_cannot_be(
+    write: WriteEntry, settings: dict[str, str], words: str, is_this_machine: bool
+) -> None:
+    entry = write("demo", CONFIG + "".join(setting(name, value) for name, value in settings.items()))
+    findings = check(entry, is_this_machine=is_this_machine).findings
+    found = [finding for finding in findings if finding.severity != "note"]
+    assert len(found) == 1, shown(findings)
+    assert matches(words, found[0].message), found[0].message
+
+
+def test_a_draft_model_that_is_only_seen_from_here(
+    write: WriteEntry, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(weights.parent)
+    entry = write("demo", CONFIG + setting("speculation", "draft_model") + setting("draft_model", weights.name))
+    (found,) = [finding for finding in check(entry).findings if finding.severity != "note"]
+    assert (found.severity, found.rule) == ("warning", "model")
+    assert matches(f"draft_model is '{weights.name}', a folder only seen from here", found.message)
+
+
 def test_a_draft_model_that_fits(write: WriteEntry, weights: Path) -> None:
     config = CONFIG + setting("speculation", "draft_model") + setting("draft_model", str(weights))
     report = check(write("demo", config))
     assert not report.count("error"), shown(report.findings)
     plain = check(write("plain", CONFIG))
-    assert report.needs["demo"][1].weights == 2 * plain.needs["plain"][1].weights
+    both, alone = report.needs["demo"][1], plain.needs["plain"][1]
+    assert (both.weights, both.cache) == (2 * alone.weights, 2 * alone.cache)
+
+
+def test_a_draft_model_counts_before_the_cache_is_sized(write: WriteEntry, weights: Path) -> None:
+    config = CONFIG + setting("kv_cache_memory_mb", "1")
+    report = check(
+        write("demo", config + setting("speculation", "draft_model") + setting("draft_model", str(weights)))
+    )
+    plain = check(write("plain", config))
+    (both,), (alone,) = (
+        [int(n.replace(",", "")) for n in re.findall(r"room for ([\d,]+)", text)]
+        for text in (report.memory["demo"], plain.memory["plain"])
+    )
+    assert both == alone // 2
 
 
 @pytest.mark.parametrize(

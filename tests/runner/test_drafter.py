@@ -21,9 +21,11 @@ from tidewheel.errors import ConfigError
 from tidewheel.models import loader
 from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.request import Request
-from tidewheel.runner.drafter import Drafter
+from tidewheel.runner.drafter import MOST_AS_DECODES, DecoderDraft, Drafter
 from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.warm_up import warm_up_batches
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.goodput import Goodput
 
@@ -272,6 +274,17 @@ def test_first_layers_draft_with_the_copy_in_use(tmp_path: Path) -> None:
     assert acceptance(loop) == 1.0
 
 
+def test_a_warm_up_drafts_for_a_row_that_the_draft_model_lacks_and_for_one_that_it_has(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner.load(drafted_by(model, model))
+    computed = num_drafted_tokens(runner, monkeypatch)
+    for batch in warm_up_batches(runner.info, drafts=True):
+        runner.run(batch)
+    first, *later = computed
+    assert first > MOST_AS_DECODES and later == [1, 1, 1]
+
+
 def test_the_budget_counts_the_cache_and_the_weights_of_a_draft_model(model: Path, other: Path) -> None:
     def loaded(config: EngineConfig) -> RunnerInfo:
         return ModelRunner.load(dataclasses.replace(config, num_blocks=None, kv_cache_memory_mb=1)).info
@@ -315,6 +328,34 @@ def test_drafts_that_cannot_be_are_refused_in_one_line(
             f"speculation is {kind}: GPT2LMHeadModel does not run on the native decoder, whose layers or states it "
             "needs; set it to draft_model or prompt_lookup"
         )
+
+
+def test_a_draft_cache_that_cannot_be_allocated_is_refused_in_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(self: DecoderDraft, kv: KVTensors) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DecoderDraft, "allocate", allocate)
+    message = refusal(drafted_by(model, model))
+    assert message.startswith("the draft's KV cache of ") and message.endswith(
+        "lower num_blocks or kv_cache_memory_mb"
+    )
+
+
+def test_tokens_of_a_failed_draft_do_not_count_as_cached(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner.load(drafted_by(model, model))
+    drafter, loop, draft = runner._drafter, loop_of(runner), DecoderDraft.draft
+    assert drafter is not None
+
+    def fail(self: DecoderDraft, step: ForwardInput, *, is_first: bool) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DecoderDraft, "draft", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.run(requests(prompts(1)))
+    assert not drafter._is_cached.any() and not drafter._num_cached.any()
+    monkeypatch.setattr(DecoderDraft, "draft", draft)
 
 
 def test_a_draft_model_that_does_not_fit_is_refused_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

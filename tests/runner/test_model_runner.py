@@ -14,7 +14,7 @@ import torch
 
 from support.models import tiny_models
 from support.runner.step_loop import StepLoop, request
-from tidewheel.batch import NO_TRANSFERS, NewRow, SampledTokens, ScheduledBatch
+from tidewheel.batch import NO_TRANSFERS, SPARE_LOGITS, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.decoder import Decoder
@@ -78,11 +78,20 @@ def test_a_cpu_has_no_graphs_and_says_so_once(
 
 def test_graphs_are_for_a_gpu_and_whoever_wants_them(config: EngineConfig) -> None:
     gpu = mock.Mock(device=torch.device("cuda"), model=mock.Mock(spec=Decoder, shape=mock.Mock()))
-    config = dataclasses.replace(config, max_num_seqs=9, max_num_batched_tokens=6)
+    gpu.info.max_num_seqs = 9
+    config = dataclasses.replace(config, max_num_batched_tokens=6)
     assert graph_sizes(config, gpu) == ([1, 2, 4, 6], [16], [])
     assert graph_sizes(dataclasses.replace(config, enforce_eager=True), gpu) == GraphSizes()
     gpu.model = mock.Mock(spec=["forward", "is_capturable", "shape"])
     assert graph_sizes(config, gpu) == ([1, 2, 4, 6], (), [])
+
+
+def test_graphs_hold_the_rows_of_a_model_that_has_fewer_than_the_setting(config: EngineConfig) -> None:
+    gpu = mock.Mock(device=torch.device("cuda"), model=mock.Mock(spec=["shape"]))
+    gpu.info.max_num_seqs = 9  # as many encoded recordings have room
+    config = dataclasses.replace(config, max_num_seqs=256, max_num_batched_tokens=256, deterministic=True)
+    assert max(graph_sizes(config, gpu).decodes) == 9
+    assert max(graph_sizes(dataclasses.replace(config, speculation="prompt_lookup"), gpu).decodes) == 9 + SPARE_LOGITS
 
 
 def test_loading_reports_its_progress(config: EngineConfig) -> None:

@@ -126,7 +126,7 @@ def test_large_sizes_of_long_contexts_get_one(monkeypatch: pytest.MonkeyPatch) -
 def test_deterministic_engines_have_no_second_graphs(deterministic: bool) -> None:
     config = EngineConfig(model="any", deterministic=deterministic, max_num_seqs=128)
     model = SimpleNamespace(shape=SimpleNamespace(num_kv_heads=8))
-    parts = SimpleNamespace(device=META, model=model, info=SimpleNamespace(max_model_len=4096))
+    parts = SimpleNamespace(device=META, model=model, info=SimpleNamespace(max_model_len=4096, max_num_seqs=128))
     assert graph_sizes(config, parts) == GraphSizes(
         decode_sizes(128), (), () if deterministic else [*range(64, 129, 8)]
     )

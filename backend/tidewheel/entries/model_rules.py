@@ -23,7 +23,7 @@ from tidewheel.models.model_folder import cached_folder, gguf_file_of, read_conf
 from tidewheel.models.shard import Shard
 from tidewheel.models.weight_source import SafetensorsFolder, WeightSource
 from tidewheel.runner.device import check_deterministic, check_ranks_fit, resolve_device
-from tidewheel.runner.drafter import find_draft, find_draft_source, plan_draft
+from tidewheel.runner.drafter import DraftSource, find_draft, find_draft_source
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, total_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
 from tidewheel.runner.loading import BLOCK_SIZES, cache_budget, left_of_utilization
@@ -49,6 +49,7 @@ class ModelJudge:
         self._vocab_size: int | None = None
         self._plan: ModelPlan | None = None
         self._source: WeightSource | None = None
+        self._draft: DraftSource | None = None
 
     def problems(self) -> Iterator[Problem]:
         yield from _with_refusal(None, self._find_folder)
@@ -61,8 +62,8 @@ class ModelJudge:
             (folder, partial(self._open_source, folder)),
             (Path(self._config.tokenizer or folder), partial(self._try_tokenizer, folder)),
             (folder, partial(self._read_defaults, folder)),
-            (None, self._judge_memory),
             (None, self._judge_draft),
+            (None, self._judge_memory),
         ):
             new = [problem for problem in _with_refusal(file, step) if problem not in told]
             told += new  # several steps read `config.json`
@@ -86,9 +87,10 @@ class ModelJudge:
             message = f"{config.model!r}, which is not cached here: it is fetched at load and was not checked"
             yield note("", f"model is {message}")
             return
-        if not Path(config.model).is_absolute() and Path(config.model).is_dir():
-            message = f"model is {config.model!r}, a folder only seen from here: write it from the version folder"
-            yield warning("", message)
+        for name, path in (("model", config.model), ("draft_model", config.draft_model)):
+            if path and not Path(path).is_absolute() and Path(path).is_dir():
+                message = f"{name} is {path!r}, a folder only seen from here: write it from the version folder"
+                yield warning("", message)
         if refusal := foreign_format(folder):
             raise ConfigError(refusal)
         self._folder = folder
@@ -115,10 +117,8 @@ class ModelJudge:
 
     def _try_tokenizer(self, folder: Path) -> None:
         config, vocab_size = self._config, self._vocab_size or UNKNOWN_VOCABULARY
-        encoder = PromptWorkers(
-            TokenizerFolder(Path(config.tokenizer or folder), vocab_size, config.max_prompt_bytes), 1
-        )
-        with contextlib.closing(encoder):
+        tokenizer = TokenizerFolder(Path(config.tokenizer or folder), vocab_size, config.max_prompt_bytes)
+        with contextlib.closing(PromptWorkers(tokenizer, 1)) as encoder:
             encoder.wait_started()
 
     def _read_defaults(self, folder: Path) -> None:
@@ -134,43 +134,43 @@ class ModelJudge:
         if not self._is_this_machine or self._source is None:
             return ()
         try:
-            needs, shortened, self._report.memory[self._name] = _needs(self._plan, self._source)
+            needs, shortened, self._report.memory[self._name] = _needs(self._plan, self._source, self._draft)
         except ConfigError as refusal:
             raise ConfigError(f"{refusal}{_remedy_of_ranks(self._plan, self._source)}") from None
         self._report.needs[self._name] = self._config, needs
         return [note("", shortened)] if shortened else ()
 
     def _judge_draft(self) -> Iterator[Problem]:
-        config, plan, needs = self._config, self._plan, self._report.needs
+        config, plan, beside = self._config, self._plan, None
         if config.draft_model and find_draft(config, cached_folder) is None:
             yield note("", f"draft_model is {config.draft_model!r}, which is not cached here: it was not checked")
-        elif plan is not None and self._name in needs:
-            _, beside = needs[self._name]
-            if (draft := find_draft_source(plan, beside=beside.weights)) is not None:
-                needs[self._name] = config, beside._replace(weights=beside.weights + draft.num_bytes)
-        elif plan is not None and config.speculation == "draft_model":
-            plan_draft(plan)
+        elif plan is not None:
+            if self._is_this_machine and self._source is not None:
+                with contextlib.suppress(ConfigError):  # which `_judge_memory` tells
+                    beside = plan.check_fits(self._source)
+            self._draft = find_draft_source(plan, beside)
 
 
-def _needs(plan: ModelPlan, source: WeightSource) -> tuple[MemoryNeeds, str, str]:
+def _needs(plan: ModelPlan, source: WeightSource, draft: DraftSource | None = None) -> tuple[MemoryNeeds, str, str]:
     """Return what the model takes, the log line of a shortened context, and both in words. Raise `ConfigError`."""
     config, decoder, device, ranks = plan.config, plan.rank_native, plan.device, plan.shard.num_ranks
     of_all = ""
     if ranks > 1:
         whole = plan._replace(shard=Shard()).decoder(source, torch.device("meta")).weights_bytes
         of_all = f"{shown_bytes(whole)}, on each of {ranks} ranks "
-    weights = plan.check_fits(source)
+    weights = plan.check_fits(source) + (0 if draft is None else draft.num_bytes)
     memory = f"weights {of_all}{shown_bytes(weights)}; {_free_memory(device)}"
     check_deterministic(config.deterministic, device)
     cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
     if decoder is not None:
         layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
+        layout = layout._replace(draft_bytes=0 if draft is None else layout.block_size * draft.token_bytes)
         budget = _budget(layout, weights, plan)
         is_automatic = config.max_model_len == "auto"
         size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)
         one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
         num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
-        cache, shortened = num_blocks * layout.block_bytes, size.shortened
+        cache, shortened = num_blocks * layout.all_block_bytes, size.shortened
         memory += f": room for {size.num_blocks:,} blocks, {size.num_blocks * layout.block_size:,} tokens"
     of_device = ranks if device.type == "cpu" else 1
     needs = MemoryNeeds(device.type, of_device * weights, of_device * cache, ranks * int(config.swap_space * GIB))

@@ -86,7 +86,11 @@ class Drafter:
     def __init__(
         self, model: DraftModel, rows: RowTable, sender: InputSender, info: RunnerInfo, kv: KVTensors
     ) -> None:
-        model.allocate(kv)
+        try:
+            model.allocate(kv)
+        except (RuntimeError, OSError) as error:
+            message = f"the draft's KV cache of {len(kv.blocks)} blocks cannot be allocated"
+            raise ConfigError(f"{message}: lower num_blocks or kv_cache_memory_mb") from error
         self._model, self._rows, self._sender, self._has_cache = model, rows, sender, model.block_bytes > 0
         self._most_tokens = info.max_num_batched_tokens
         self._num_cached = np.zeros(info.max_num_seqs, dtype=np.int32)  # leading tokens of each row
@@ -142,9 +146,6 @@ class Drafter:
     def _computed(self, step: ScheduledBatch, *, is_first: bool) -> torch.Tensor:
         """Return the next tokens [S] int64 of a step's rows, which are also stored."""
         model, host = self._model, self._rows.host_inputs(step)
-        if self._has_cache and (is_first or model.keeps_drafts):
-            self._is_cached.reshape(-1)[host.slot_mapping] = True
-            self._num_cached[step.rows] = host.seq_lens  # of a row's entries, the last counts
         token_indices, store_indices = host.token_indices + model.shift, host.store_indices + model.shift
         host = host._replace(token_indices=token_indices, store_indices=store_indices)
         inputs = StepInputs(*self._sender({"inputs": host})["inputs"])
@@ -152,6 +153,9 @@ class Drafter:
         meta = self._rows.metadata(inputs, ForwardBounds.exact(step, host))
         forward = ForwardInput(token_ids, inputs.positions, meta, model.kv_layers, inputs.logit_indices)
         drafts = model.draft(forward, is_first=is_first)
+        if self._has_cache and (is_first or model.keeps_drafts):
+            self._is_cached.reshape(-1)[host.slot_mapping] = True
+            self._num_cached[step.rows] = host.seq_lens  # of a row's entries, the last counts
         self._rows.store(inputs.store_indices, drafts)
         return drafts
 
@@ -196,13 +200,14 @@ class DraftSource(NamedTuple):
     """Draft model whose settings are checked, before weights are read."""
 
     num_bytes: int  # of its weights
+    token_bytes: int  # of its own cache, for a token
     load: Callable[[CausalLM, int, Progress], DraftModel]  # of the serving model, loaded, and its block size
 
 
-def find_draft_source(plan: ModelPlan, beside: int) -> DraftSource | None:
+def find_draft_source(plan: ModelPlan, beside: int | None) -> DraftSource | None:
     """Return the model or layers that draft for the planned model, or None if neither is wanted.
 
-    `beside`: bytes of the planned model's weights. Raise `ConfigError`.
+    `beside`: bytes of the planned model's weights; None: both fit, on another machine. Raise `ConfigError`.
     """
     config, native = plan.config, plan.native
     if config.speculation in ("none", "prompt_lookup"):
@@ -211,7 +216,10 @@ def find_draft_source(plan: ModelPlan, beside: int) -> DraftSource | None:
         draft = plan_draft(plan)
         with refused_draft(draft.folder):
             source = draft.open_source()
-            return DraftSource(draft.check_fits(source, beside), partial(_load_draft, draft, source))
+            num_bytes = 0 if beside is None else draft.check_fits(source, beside)
+            assert draft.native is not None, "others are refused"
+            token_bytes = CacheLayout(draft.native.shape, 1, draft.cache_dtype).block_bytes
+            return DraftSource(num_bytes, token_bytes, partial(_load_draft, draft, source))
     if not isinstance(native, Decoder):
         raise ConfigError(
             f"speculation is {config.speculation}: {plan.architecture} does not run on the native decoder, whose "
@@ -221,11 +229,11 @@ def find_draft_source(plan: ModelPlan, beside: int) -> DraftSource | None:
         folder = find_draft(config, resolve_folder)
         with refused_draft(folder):
             head = Eagle3Source.of(plan, native.config, folder, beside)
-        return DraftSource(head.num_bytes, head.load)
+        return DraftSource(head.num_bytes, head.token_bytes, head.load)
     wanted, total = config.num_draft_layers, native.shape.num_layers
     if wanted is not None and wanted > total:
         raise ConfigError(f"num_draft_layers is {wanted}: the model has {total} layers; set it to at most {total}")
-    return DraftSource(0, partial(_first_layers, wanted or max(total // 4, 1)))
+    return DraftSource(0, 0, partial(_first_layers, wanted or max(total // 4, 1)))
 
 
 def plan_draft(plan: ModelPlan) -> ModelPlan:

@@ -35,19 +35,23 @@ class Eagle3Source(NamedTuple):
     target_ids: torch.Tensor  # [draft_vocab_size] int64
     tensors: SafetensorsFolder
     dtype: torch.dtype
-    num_bytes: int = 0
+    num_bytes: int = 0  # of the weights
+    token_bytes: int = 0  # of keys, values and states of a token
 
     @classmethod
-    def of(cls, plan: ModelPlan, target: ModelConfig, folder: Path, beside: int) -> "Eagle3Source":
-        """Return the head in a folder; `plan`, `beside`: of the target, and its bytes. Raise `ConfigError`."""
+    def of(cls, plan: ModelPlan, target: ModelConfig, folder: Path, beside: int | None) -> "Eagle3Source":
+        """Return the head in a folder; `plan`, `beside`: of the target; None bytes: any fit. Raise `ConfigError`."""
         fields, tensors = read_config(folder), SafetensorsFolder(folder)
         sizes, target_layers = _parse(fields, target)
         ids = _target_ids(fields, tensors, sizes.vocab_size)
         found = cls(sizes, target_layers, ids, tensors, plan.dtype)
         empty = Eagle3Head(found, max_model_len=1, device=torch.device("meta"))
         check_names(tensors, empty.shapes, (OFFSETS, INVERSE).__contains__, folder)
-        check_weights_fit(beside + empty.weights_bytes, plan.dtype, plan.device)
-        return found._replace(num_bytes=empty.weights_bytes)
+        if beside is not None:
+            num_bytes = beside + empty.weights_bytes
+            check_weights_fit(num_bytes, plan.dtype, plan.device, name="its weights and the model's")
+        token_bytes = CacheLayout(empty.shape, 1, plan.dtype).block_bytes + sizes.hidden_size * plan.dtype.itemsize
+        return found._replace(num_bytes=empty.weights_bytes, token_bytes=token_bytes)
 
     def load(self, model: CausalLM, block_size: int, _progress: object) -> "Eagle3Head":
         """Load the weights. `model`: the target, loaded. Raise `ConfigError`."""
@@ -144,7 +148,7 @@ class Eagle3Head:
         self._table = self._table or target.embedding
         self._target_ids = self._target_ids.to(self._norm.device)
         self._layout = CacheLayout(self.shape, block_size, source.dtype)
-        self.block_bytes = self._layout.block_bytes + block_size * self.shape.hidden_size * source.dtype.itemsize
+        self.block_bytes = block_size * source.token_bytes
         taps = {layer: partial(self._tap, index) for index, layer in enumerate(source.target_layers)}
         self._follow = partial(target.add_taps, taps)
 

@@ -175,7 +175,7 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
         return GraphSizes()
     budget = config.max_num_batched_tokens
     prompts = prompt_sizes(budget) if isinstance(parts.model, Decoder) else ()
-    most = config.max_num_seqs + (0 if config.speculation == "none" else SPARE_LOGITS)
+    most = parts.info.max_num_seqs + (0 if config.speculation == "none" else SPARE_LOGITS)
     decodes, shape = decode_sizes(min(most, budget)), parts.model.shape
     if config.deterministic:
         return GraphSizes(decodes, prompts)

@@ -104,7 +104,7 @@ class ModelRunner:
         report("profile", 1.0)
         runner = cls(parts._replace(info=info), cache, accelerator)
         if accelerator is not None:
-            warm_up(info, runner.run_with_each, report)
+            warm_up(info, runner.run_with_each, report, drafts=runner._drafter is not None)
         graph_bytes = sum(map(sum, runner.capture(sizes, report)))
         limit_s = MEASURED_S if parts.shard.num_ranks == 1 else None  # ranks run the same steps
         decode_seconds = [] if config.speculation == "none" else measure_decodes(info, runner.run, limit_s)

@@ -194,8 +194,7 @@ class SamplingTable:
             self._has_rules[row] = False
             self._rules.pop(row, None)
             self._with_more.discard(row)
-            if row in self.grammars.states:
-                self.grammars.leave(row)
+            self.grammars.leave(row)
         for new in batch.new_rows:
             try:
                 self._fill(new)
@@ -221,8 +220,7 @@ class SamplingTable:
         self._has_rules[row] = LogitRules.needed(new)
         if self._has_rules[row]:
             self._rules[row] = LogitRules(new, self._vocab_size)
-        if request.grammar is not None or row in self.grammars.states:
-            self.grammars.enter(new)
+        self.grammars.enter(new)
 
     def plan(self, batch: ScheduledBatch, host: HostInputs) -> SamplingPlan:
         rows, positions = batch.rows[batch.samples], host.seq_lens[batch.samples]

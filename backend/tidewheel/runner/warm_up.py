@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from tidewheel.batch import NO_DRAFT, NO_TRANSFERS, SPARE_LOGITS, Int32Array, NewRow, ScheduledBatch, no_ids
+from tidewheel.batch import NO_DRAFT, NO_TRANSFERS, SPARE_LOGITS, TO_DRAFT, Int32Array, NewRow, ScheduledBatch, no_ids
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape, Progress
 from tidewheel.models.trial_prompt import random_tokens
@@ -117,9 +117,11 @@ FILTERS: tuple[Settings, ...] = ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05})
 CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty": 1.1}, {"logprobs": 1})
 
 
-def warm_up(info: RunnerInfo, run: Callable[[ScheduledBatch], object], progress: Progress) -> None:
-    """Raise `ConfigError` if the cache leaves too little memory."""
-    batches = list(warm_up_batches(info))
+def warm_up(
+    info: RunnerInfo, run: Callable[[ScheduledBatch], object], progress: Progress, *, drafts: bool = False
+) -> None:
+    """Run steps of all kinds, with `drafts` of the runner's too. Raise `ConfigError` if memory does not suffice."""
+    batches = list(warm_up_batches(info, drafts=drafts))
     try:
         for done, batch in enumerate(batches):
             progress(STAGE, done / len(batches))
@@ -132,7 +134,7 @@ def warm_up(info: RunnerInfo, run: Callable[[ScheduledBatch], object], progress:
     progress(STAGE, 1.0)
 
 
-def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
+def warm_up_batches(info: RunnerInfo, *, drafts: bool = False) -> Iterator[ScheduledBatch]:
     yield demanding_batch(largest_step(info), info.block_size)
     longest = min(info.max_num_batched_tokens, info.max_model_len)
     prefills = [[WarmUpRow(0, count, GREEDY)] for count in _sizes(longest)]
@@ -140,6 +142,8 @@ def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
     for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
     yield from _moved(1 + len(steps), info)
+    if drafts and (batch := _decode_batch(info, 3, 1, TO_DRAFT)) is not None:
+        yield from (batch, _again(batch))  # the second time, the draft model has all tokens
 
 
 def measure_decodes(
@@ -153,13 +157,11 @@ def measure_decodes(
     ends_at = math.inf if limit_s is None else time.perf_counter() + limit_s
     num_entries, most = 1, min(info.max_num_seqs + SPARE_LOGITS, info.max_num_batched_tokens)
     while num_entries <= most and (num_entries <= LEAST_MEASURED or time.perf_counter() < ends_at):
-        batch = _decode_batch(info, num_entries)
+        batch = _decode_batch(info, num_entries, min(num_entries, info.max_num_seqs))
         if batch is None:
             break
         run(batch)
-        known = dataclasses.replace(
-            batch, new_rows=(), block_rows=no_ids(), block_indices=no_ids(), block_ids=no_ids()
-        )
+        known = _again(batch)
         seconds: list[float] = []
         while not seconds or (len(seconds) < NUM_MEASURED and time.perf_counter() < ends_at):
             before = time.perf_counter()
@@ -171,9 +173,13 @@ def measure_decodes(
     return list(largest_first)[::-1]
 
 
-def _decode_batch(info: RunnerInfo, num_entries: int) -> ScheduledBatch | None:
+def _again(batch: ScheduledBatch) -> ScheduledBatch:
+    """Return the batch without what it enters."""
+    return dataclasses.replace(batch, new_rows=(), block_rows=no_ids(), block_indices=no_ids(), block_ids=no_ids())
+
+
+def _decode_batch(info: RunnerInfo, num_entries: int, num_rows: int, draft: int = 0) -> ScheduledBatch | None:
     """Return a step of that many decodes, with drafts if there are fewer rows; None if the context is too short."""
-    num_rows = min(num_entries, info.max_num_seqs)
     rows = np.arange(num_entries, dtype=np.int32) * num_rows // num_entries
     places = np.arange(num_entries, dtype=np.int32) - np.searchsorted(rows, rows).astype(np.int32)
     most = int(places.max()) + 1
@@ -184,7 +190,7 @@ def _decode_batch(info: RunnerInfo, num_entries: int) -> ScheduledBatch | None:
     return sampling_batch(
         rows, context + places, [1] * num_entries, new_rows=known.new_rows, block_rows=known.block_rows,
         block_indices=known.block_indices, block_ids=known.block_ids,
-        draft_tokens=np.where(places > 0, 0, NO_DRAFT).astype(np.int32) if most > 1 else no_ids(),
+        draft_tokens=np.where(places > 0, draft, NO_DRAFT).astype(np.int32) if most > 1 else no_ids(),
     )  # fmt: skip
 
 
@@ -248,7 +254,7 @@ def _combinations(options: Sequence[Settings]) -> list[Settings]:
 
 
 def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    first, last = _ids(0), _ids(info.num_blocks - 1)
+    first, last = np.array([[0], [info.num_blocks - 1]], dtype=np.int32)
     rows = [WarmUpRow(0, 1, GREEDY)]
     yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
     if info.num_host_blocks:
@@ -302,7 +308,3 @@ def _new_row(index: int, row: WarmUpRow) -> NewRow:
         "", prompt, row.sampling, max_tokens=1, arrival_time=0.0, seed=index, bad_words_ids=row.bad_words_ids
     )
     return NewRow(index, request, prompt[: row.num_tokens], row.sampling)  # stale context tokens do
-
-
-def _ids(block_id: int) -> Int32Array:
-    return np.array([block_id], dtype=np.int32)

@@ -42,7 +42,6 @@ from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats
 
 T = TypeVar("T", SamplingParams, RequestOptions)
-_NO_OPTIONS = RequestOptions()
 _UNLIMITED = 1 << 62
 Prompt = str | Mapping[str, Any]  # text, {"input_ids": token ids}, or {"audio": samples, "language": "en"}
 
@@ -146,7 +145,7 @@ class LLM(AbstractContextManager["LLM"]):
         sampling = _each("params", params, len(prompts))
         served = [
             one if one.lora_name or not lora_name else msgspec.structs.replace(one, lora_name=lora_name)
-            for one in _each("options", options or _NO_OPTIONS, len(prompts))
+            for one in _each("options", options or RequestOptions(), len(prompts))
         ]
         given = zip(prompts, sampling, served, strict=True)
         prepared = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
@@ -269,8 +268,7 @@ def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
 def _speech(rules: SpeechRules, prompt: Prompt, sampling: SamplingParams, options: RequestOptions) -> Generation:
     if isinstance(prompt, str) or "audio" not in prompt or not prompt.keys() <= {"audio", "language", "translate"}:
         raise InvalidRequest("a speech model takes {'audio': samples, 'language': 'en', 'translate': False}")
-    language, translate = str(prompt.get("language", "")), bool(prompt.get("translate", False))
-    prompt_ids = rules.prompt(language, translate=translate)
+    prompt_ids = rules.prompt(str(prompt.get("language", "")), translate=bool(prompt.get("translate", False)))
     return Generation(prompt_ids, sampling, options, audio=np.asarray(prompt["audio"], np.float32))
 
 

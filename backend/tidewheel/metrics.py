@@ -28,7 +28,6 @@ _requests = partial(Metric, "requests", "counter")
 _errors = partial(Metric, "requests", "counter", label="tag")
 _by_class = partial(Metric, "requests", "counter", label="class")
 _histogram = partial(Metric, "requests", "histogram")
-_gateway_gauge = partial(Metric, "gateway", "gauge")
 _gateway_counter = partial(Metric, "gateway", "counter")
 _upstream_gauge = partial(Metric, "gateway", "gauge", label="upstream")
 _health_gauge = partial(Metric, "health port", "gauge")
@@ -175,7 +174,7 @@ OLD_INTER_TOKEN_LATENCY = _histogram(
 
 GATEWAY_REQUESTS = _gateway_counter("tidewheel_gateway_requests_total", "answered requests", label="path and status")
 GATEWAY_ERRORS = _gateway_counter("tidewheel_gateway_errors_total", "requests that ended with an error", label="tag")
-GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests without a whole answer")
+GATEWAY_OPEN = Metric("gateway", "gauge", "tidewheel_gateway_open_requests", "requests without a whole answer")
 GATEWAY_HANG_UPS = _gateway_counter("tidewheel_gateway_hang_ups_total", "requests whose client went away")
 GATEWAY_MOVED = _gateway_counter("tidewheel_gateway_moved_total", "requests that went on to another server")
 UPSTREAM_SENT = _gateway_counter(

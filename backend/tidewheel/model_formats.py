@@ -47,9 +47,8 @@ def sentencepiece_only(folder: Path) -> str:
 
 
 def _pointer(folder: Path) -> str:
-    names = ("config.json", "tokenizer.json")
     # Other files of weights, such as Mistral's consolidated.safetensors, are not read.
-    for path in (*(folder / name for name in names), *sorted(folder.glob("model*.safetensors"))):
+    for path in (folder / "config.json", folder / "tokenizer.json", *sorted(folder.glob("model*.safetensors"))):
         if _first_bytes(path, len(_LFS)) == _LFS:
             return f"{path} is a pointer of Git LFS, and not the file itself: run git lfs pull in {folder}"
     return ""

@@ -1,9 +1,9 @@
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from tidewheel.errors import ConfigError
 from tidewheel.parameters import control_character
+from tidewheel.regular_files import parse_object
 from tidewheel.request import Priority
 from tidewheel.settings import check_known
 
@@ -77,15 +77,8 @@ def parse_tenants(text: str, setting: str = "tenants") -> dict[str, TenantLimits
 
     The setting `lora_limits` names adapters, with `LORA_LIMITS` alone.
     """
-    if not text.strip():
-        return {}
-    try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{setting} is not JSON: {error}") from None
+    entries = parse_object(text, setting) if text.strip() else {}
     kind = "tenant" if setting == "tenants" else "adapter"
-    if not isinstance(entries, dict):
-        raise ConfigError(f"{setting} must be a JSON object: a name, and an object of limits for each {kind}")
     if len(entries) > MAX_NAMED_TENANTS:
         raise ConfigError(f"{setting} names {len(entries)} {kind}s: at most {MAX_NAMED_TENANTS} are allowed")
     return {name: _parse_limits(name, entry, setting) for name, entry in entries.items()}

@@ -232,10 +232,8 @@ _RESTRICTED = "is restricted, expecting header"
 
 def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> RequestError:
     """Return the error of a tag; `InternalError` for an unknown tag."""
-    cls = BY_TAG.get(tag)
-    if cls is None:
-        return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)
-    return cls(message, retry_after_ms=retry_after_ms)
+    text = message if tag in BY_TAG else f"{tag}: {message}"
+    return BY_TAG.get(tag, InternalError)(text, retry_after_ms=retry_after_ms)
 
 
 def from_tagged(text: str) -> RequestError | None:

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -20,11 +19,9 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.count = 0
-        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,9 +13,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -155,8 +154,7 @@ class ClusterFolder:
         return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterStatus:
+class ClusterStatus(NamedTuple):
     state: str  # Ray Serve's name
     message: str
     wanted: str  # replicas, or their bounds

@@ -116,10 +116,8 @@ class Upstream:
         limit_s = max(since + PROBE_S - began, 0.0) + SILENCE_S
         try:
             await self.triton.call("ServerLive", pb.ServerLiveRequest(), limit_s)
-        except RequestTimeout:
-            return time.monotonic() - began < limit_s + LATE_S
-        except RequestError:  # an answer, or a lost connection, which ends its requests
-            pass
+        except RequestError as error:  # others are an answer, or a lost connection, which ends its requests
+            return isinstance(error, RequestTimeout) and time.monotonic() - began < limit_s + LATE_S
         return False
 
     async def _reconnect(self) -> None:

@@ -74,6 +74,7 @@ class DecoderLayer:
         self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", cos_sin, in_features)
         self.mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm", config.hidden_size)
         self.mlp = GatedMLP(config, weights, f"{prefix}mlp.")
+        self.linears = (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
 
     def begin(
         self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
@@ -105,13 +106,12 @@ class DecoderLayer:
 
     def kernel_weights(self) -> LayerWeights | None:
         """Return the weights for `DecodeLayers`, None in other formats."""
-        attention, mlp = self.attention, self.mlp
-        qkv, output = attention.qkv.kernel_weights(), attention.output.kernel_weights()
-        gate_up, down = mlp.gate_up.kernel_weights(), mlp.down.kernel_weights()
-        if qkv is None or output is None or gate_up is None or down is None:
+        found = [weights for linear in self.linears if (weights := linear.kernel_weights()) is not None]
+        if len(found) < len(self.linears):
             return None
-        norms = self.input_norm, self.mlp_norm, attention.q_norm, attention.k_norm
-        return LayerWeights(*norms, qkv, output, gate_up, down, attention.sliding_window)
+        norms = self.input_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm
+        qkv, output, gate_up, down = found
+        return LayerWeights(*norms, qkv, output, gate_up, down, self.attention.sliding_window)
 
 
 def add_norm(
@@ -143,11 +143,7 @@ class Decoder(NativeModel):
     @property
     def lora_linears(self) -> list[Linear]:
         """Return the layers that adapters may change: the rows of the output matrix are not a step's tokens."""
-        return [
-            linear
-            for layer in self.layers
-            for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
-        ]
+        return [linear for layer in self.layers for linear in layer.linears]
 
     def add_lora_slots(self, max_loras: int, max_rank: int, device: torch.device) -> None:
         """Give each of `lora_linears` an empty stack of adapters' matrices."""
@@ -191,9 +187,8 @@ class Decoder(NativeModel):
     def _bound_layers(self) -> DecodeLayers | None:
         config = self.config
         heads = HeadShape(config.num_q_heads, config.num_kv_heads, config.head_dim)
-        weights = [layer.kernel_weights() for layer in self.layers]
-        found = [layer for layer in weights if layer is not None]
-        if len(found) < len(weights) or not fits_decode_layers(found, heads):
+        found = [weights for layer in self.layers if (weights := layer.kernel_weights()) is not None]
+        if len(found) < len(self.layers) or not fits_decode_layers(found, heads):
             return None
         bound = DecodeLayers(found, heads, self._cos_sin, config.rms_norm_eps)
         if self.lora_linears[0].lora is not None:

@@ -118,18 +118,17 @@ class OneShotRunner:
         outputs = self._run(inputs)
         if len(inputs) == 1:
             return [self._cut(outputs, inputs[0])]
-        counts = [request.num_prompt_tokens for request in requests]  # items
-        ends = list(itertools.accumulate(counts))
+        *ends, total = itertools.accumulate(request.num_prompt_tokens for request in requests)  # of their items
+        parts: list[dict[str, Array]] = [{} for _ in inputs]
         for spec in self._signature.outputs:
-            if outputs[spec.name].shape[spec.batch_axis or 0] != ends[-1]:
+            array, axis = outputs[spec.name], spec.batch_axis or 0
+            if array.shape[axis] != total:
                 self._may_join = False
-                shape = list(outputs[spec.name].shape)
-                log.warning("%s is %s for %d items: from now on each request runs alone", spec.name, shape, ends[-1])
+                shape = list(array.shape)
+                log.warning("%s is %s for %d items: from now on each request runs alone", spec.name, shape, total)
                 raise ValueError
-        spans = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
-        parts = [
-            {spec.name: _part(spec, outputs[spec.name], *span) for spec in self._signature.outputs} for span in spans
-        ]
+            for part, piece in zip(parts, np.split(array, ends, axis), strict=True):
+                part[spec.name] = piece
         return list(map(self._cut, parts, inputs))
 
     def _run(self, inputs: Sequence[Arrays]) -> Arrays:
@@ -297,10 +296,6 @@ def not_finite(outputs: Arrays) -> NumericError | None:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             return NumericError(f"output {name} is not finite (NaN or infinite); only this request is affected")
     return None
-
-
-def _part(spec: TensorSpec, array: Array, begin: int, end: int) -> Array:
-    return array[(*[slice(None)] * (spec.batch_axis or 0), slice(begin, end))]
 
 
 def reason_of(error: Exception) -> str:

@@ -2,6 +2,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from tidewheel.errors import InternalError
@@ -13,6 +14,8 @@ from tidewheel.tenants import TenantLimits, limits_of
 MAX_DISPLACED = 16  # per arrival
 MAX_LANES = 16  # tenants tried after the next one
 WINDOW = 64  # requests compared
+
+_rank, _age = attrgetter("rank"), attrgetter("arrival_time", "sequence")  # places in a queue, and by arrival
 
 
 class TenantQueues(NamedTuple):
@@ -217,11 +220,3 @@ def _remove(queue: list[Request], request: Request, key: Callable[[Request], Ran
     if index == len(queue) or queue[index] is not request:
         raise InternalError(f"invariant broken: {request} does not wait where it should")
     del queue[index]
-
-
-def _rank(request: Request) -> Rank:
-    return request.rank
-
-
-def _age(request: Request) -> Rank:
-    return (request.arrival_time, request.sequence)

@@ -133,6 +133,4 @@ class ServerLog:
 
 
 def _one_line(reason: str) -> str:
-    text = without_places(reason)
-    text = _EXCEPTION_NAME.sub("", text)
-    return " ".join(text.split())
+    return " ".join(_EXCEPTION_NAME.sub("", without_places(reason)).split())

@@ -310,8 +310,6 @@ def _stubs(server_pid: int) -> dict[StubId, str]:
 
 
 def _has_other_backends(triton: TritonHttp) -> bool:
-    try:
-        models = triton.models()
-    except OSError:
-        return True
-    return any(model.backend != BACKEND for model in models)
+    with contextlib.suppress(OSError):
+        return any(model.backend != BACKEND for model in triton.models())
+    return True

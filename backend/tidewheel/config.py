@@ -98,7 +98,7 @@ class SchedulingSettings:
     # controllers
     enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
     target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
-    governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone
+    governor_target_latency_ms: float | None = None  # time of a token for the governor; none: memory alone
     pressure_memory: float = 0.9  # share of KV blocks in use above which quantised weights compute
     pressure_latency_ms: float = 500.0  # wait of the oldest request, or time of a decoding step, above which they do
     pressure_quantization_critical: bool = False  # they also compute steps with a CRITICAL request

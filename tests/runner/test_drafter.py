@@ -339,7 +339,7 @@ def test_a_draft_cache_that_cannot_be_allocated_is_refused_in_one_line(
     monkeypatch.setattr(DecoderDraft, "allocate", allocate)
     message = refusal(drafted_by(model, model))
     assert message.startswith("the draft's KV cache of ") and message.endswith(
-        "lower num_blocks or kv_cache_memory_mb"
+        "lower num_blocks, kv_cache_memory_mb or gpu_memory_utilization"
     )
 
 

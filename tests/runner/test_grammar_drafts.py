@@ -150,6 +150,15 @@ def test_a_number_that_comes_again_is_passed_once(compiler: GrammarCompiler) -> 
     assert rows.propose(0) == [(rows.tokens("7"), NUMBER_KIND)]
 
 
+def test_a_decimal_that_comes_in_parts_is_one_number(compiler: GrammarCompiler) -> None:
+    schema = {"type": "array", "items": {"type": "number"}}
+    rows = Rows(compiler, [Grammar.json_schema(schema)], prompt="12.5 kg, 3 pieces, 5 boxes")
+    for text in ("[12", ".", "5", ", "):
+        rows.append(0, rows.tokens(text))
+        (found,) = rows.propose(0)
+    assert found == (rows.tokens("3"), NUMBER_KIND)
+
+
 def test_the_rest_of_an_accepted_draft_is_drafted_again(compiler: GrammarCompiler) -> None:
     rows = Rows(compiler, [Grammar.choice(["certainly", "certain", "no"])])
     assert rows.text() == ""

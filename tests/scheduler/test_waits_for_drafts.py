@@ -16,7 +16,7 @@ from support.scheduler.ahead_runner import (
     Table,
     seconds_of,
 )
-from tidewheel.batch import RowArray, ScheduledBatch
+from tidewheel.batch import RowArray, ScheduledBatch, StepOutputs
 from tidewheel.request import RequestObjective
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, WAIT_CREDIT
@@ -126,11 +126,11 @@ def test_no_step_waits_for_drafts_while_prompts_are_computed(monkeypatch: pytest
     waits: list[bool] = []  # of steps with a prompt
 
     def observe_step(
-        self: StepControl, step: InFlightStep, batch: ScheduledBatch, num_outputs: int, now: float
+        self: StepControl, step: InFlightStep, batch: ScheduledBatch, outputs: StepOutputs, now: float
     ) -> None:
         if batch.num_tokens > batch.num_decodes and not step.started:
             waits.append(step.has_waited)
-        real(self, step, batch, num_outputs, now)
+        real(self, step, batch, outputs, now)
 
     real = StepControl.observe_step
     monkeypatch.setattr(StepControl, "observe_step", observe_step)
@@ -141,6 +141,25 @@ def test_no_step_waits_for_drafts_while_prompts_are_computed(monkeypatch: pytest
     while engine.scheduler.has_unfinished:
         engine.step()
     assert len(waits) > 10 and not any(waits[1:])  # the first one follows a step with drafts
+
+
+def test_requests_that_cannot_join_do_not_keep_drafts_off() -> None:
+    drafts = ChanceDrafts(1.0, [1.0] * 4, seed=1)
+    engine = ModelledEngine(FLAT, 4, drafts, scheduling_strategy="static", batch_size=1)
+    for _ in range(3):
+        engine.add(64)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert engine.scheduler.stats().num_accepted_draft_tokens > 100
+
+
+def test_rows_that_get_one_token_of_a_step_with_drafts_count_as_much_as_one_that_gets_many() -> None:
+    drafts = ChanceDrafts(1.0, [1.0] + [0.0] * 7, seed=1)
+    engine = ModelledEngine(FLAT, 8, drafts, max_inflight_steps=1)
+    engine.run(NUM_TOKENS)
+    plain = seconds_of(FLAT, 8)
+    assert engine.scheduler.stats().num_accepted_draft_tokens > NUM_TOKENS // 2
+    assert engine.scheduler.step_time.seconds(0) > 0.8 * plain
 
 
 SLOW = [(1, 0.008), (9, 0.013), (128, 0.05)]  # a step with eight drafts takes longer than the pace that is asked for
@@ -176,12 +195,15 @@ def test_rows_that_wait_for_their_pace_let_others_draft_nothing(monkeypatch: pyt
 def test_a_step_that_memory_does_not_suffice_for_runs_without_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(self: QueueingRunner, batch: ScheduledBatch) -> QueuedStep:
         if (batch.draft_tokens >= 0).any():
+            failed.append(batch)
             raise MemoryError
         return real(self, batch)
 
+    failed: list[ScheduledBatch] = []
     real = QueueingRunner.launch
     monkeypatch.setattr(QueueingRunner, "launch", launch)
     engine = ModelledEngine(FLAT, 2, ChanceDrafts(1.0, [1.0, 1.0], seed=1))
     assert engine.run(64).shape == (2, 64)  # no request ended before
+    assert failed
     stats = engine.scheduler.stats()
     assert stats.num_drafts == stats.num_accepted_draft_tokens == 0

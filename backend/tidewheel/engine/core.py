@@ -174,15 +174,16 @@ class EngineCore:
         """Rerun a failed step with fewer rows. If a later step is in flight, it read the tokens: end the requests."""
         if not self._in_flight:
             has_drafts = len(batch.draft_tokens) > 0 and not isinstance(error, RowError)
-            return self._run_without_drafts(batch) if has_drafts else self._run_rest(batch, error)
+            return self._run_without_drafts(batch, error) if has_drafts else self._run_rest(batch, error)
         left = set(self._in_flight[0].batch.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:
                 self._give_up(row, error)
         return _no_tokens(batch)
 
-    def _run_without_drafts(self, batch: ScheduledBatch) -> SampledTokens:
+    def _run_without_drafts(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
         """Rerun a step for which memory did not suffice without its drafts, which take a part of it."""
+        log.warning("a step runs again without its drafts: %s", error)
         keep = batch.draft_tokens == NO_DRAFT
         plain = _only(batch, keep)
         result = _attempt(lambda: self.runner.launch(plain).wait())

@@ -71,9 +71,7 @@ class FrontEnds:
         return self._by_identity.get(identity)
 
     def admit(self, identity: bytes, name: str, now: float) -> FrontEnd:
-        front_end = self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
-        front_end.last_seen = now
-        return front_end
+        return self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
 
     def remove(self, front_end: FrontEnd) -> list[str]:
         """Forget a front end. Return the ids of its unfinished requests."""

@@ -204,8 +204,8 @@ def _remedy_of_ranks(plan: ModelPlan, source: WeightSource) -> str:
         return ""
     for number in possible_num_ranks(plan.native.config):
         if number > plan.shard.num_ranks:
-            config = replace(plan.config, tensor_parallel_size=number)
             with contextlib.suppress(ConfigError):
+                config = replace(plan.config, tensor_parallel_size=number)
                 of_rank = plan_model(plan.folder, plan.fields, config, plan.device, Shard(num_ranks=number))
                 _needs(of_rank, source)
                 return f"; it fits {number} such GPUs, with tensor_parallel_size {number}"

@@ -178,17 +178,15 @@ class RequestLog:
             self._descriptor, self._is_torn = descriptor, False
         wall_ns = wall_offset_ns()
         lines = b"".join(_encoder.encode(_line(self._model, one, wall_ns)) + b"\n" for one in ended)
-        self._write(b"\n" + lines if self._is_torn else lines)
-
-    def close(self) -> None:
-        if self._path is not None:
-            os.close(self._descriptor)
-
-    def _write(self, data: bytes) -> None:
+        data = b"\n" + lines if self._is_torn else lines
         num_written = os.write(self._descriptor, data)
         self._is_torn = data[:num_written][-1:] not in (b"", b"\n")
         if num_written < len(data):
             raise OSError(f"{num_written} of {len(data)} bytes were written")
+
+    def close(self) -> None:
+        if self._path is not None:
+            os.close(self._descriptor)
 
 
 class RequestSpans:

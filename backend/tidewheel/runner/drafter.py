@@ -90,7 +90,7 @@ class Drafter:
             model.allocate(kv)
         except (RuntimeError, OSError) as error:
             message = f"the draft's KV cache of {len(kv.blocks)} blocks cannot be allocated"
-            raise ConfigError(f"{message}: lower num_blocks or kv_cache_memory_mb") from error
+            raise ConfigError(f"{message}: lower num_blocks, kv_cache_memory_mb or gpu_memory_utilization") from error
         self._model, self._rows, self._sender, self._has_cache = model, rows, sender, model.block_bytes > 0
         self._most_tokens = info.max_num_batched_tokens
         self._num_cached = np.zeros(info.max_num_seqs, dtype=np.int32)  # leading tokens of each row

@@ -1,9 +1,10 @@
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
-from tidewheel.batch import NO_DRAFT, SPARE_LOGITS, RowArray, ScheduledBatch
+from tidewheel.batch import SPARE_LOGITS, RowArray, ScheduledBatch, StepOutputs
 from tidewheel.request import Priority
 from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
 from tidewheel.scheduler.state import SchedulerState
@@ -247,16 +248,16 @@ class StepControl:
         first = next(waiting.candidates(with_new=True), None) if columns.free_rows else None
         return int(columns.classes[prompts].min(initial=Priority.LOW if first is None else first.service_class))
 
-    def observe_step(self, step: InFlightStep, batch: ScheduledBatch, num_outputs: int, now: float) -> None:
-        """Update estimates and limits. A step begins when the previous one ends. `num_outputs`: its new tokens."""
+    def observe_step(self, step: InFlightStep, batch: ScheduledBatch, outputs: StepOutputs, now: float) -> None:
+        """Update estimates and limits. A step begins when the previous one ends."""
         state = self._state
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
         if state.turns is not None and step.turn is not None:
             state.turns.pay(step.turn, batch.num_tokens, seconds)
-        token_s = seconds  # of each row's token: with drafts, a row may get several
-        if step.has_drafts:
-            token_s *= min(np.count_nonzero(batch.draft_tokens == NO_DRAFT) / max(num_outputs, 1), 1.0)
+        token_s = seconds  # mean over the rows: with drafts, a row may get several tokens
+        if step.has_drafts and (counts := Counter(outputs.requests)):
+            token_s *= sum(1.0 / count for count in counts.values()) / len(counts)
         state.step_time.observe(batch.num_tokens - batch.num_decodes, token_s, now)
         if state.speculation is not None and not step.started:
             interval = now - last if step.has_waited else seconds

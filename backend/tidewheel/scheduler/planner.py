@@ -56,6 +56,8 @@ class StepPlanner:
         has_all = plan.has_decodes_alone and len(plan.decode_rows) == len(decode_rows)
         if speculation is not None and speculation.has_proposals and has_all and not state.in_flight:
             self._plan_drafts(speculation)
+        if plan.has_decodes_alone:
+            state.turned_away = len(state.requests), state.columns.num_running
         num_grown = len(plan.growing_rows)
         self._grow()
         state.blocked = self._blocked and self._blocked._replace(

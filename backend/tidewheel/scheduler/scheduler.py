@@ -185,7 +185,7 @@ class Scheduler:
         step = state.in_flight.popleft()
         state.kv.transfers.done(batch.step_id)
         outputs = _commit_step(state, batch, step, sampled, now)
-        self._control.observe_step(step, batch, len(outputs.requests), now)
+        self._control.observe_step(step, batch, outputs, now)
         return outputs
 
     def use_proposer(self, proposer: Proposer, goodput: Goodput | None = None) -> None:

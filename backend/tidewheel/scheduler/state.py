@@ -63,6 +63,7 @@ class SchedulerState:
         self.blocked: BlockedRequest | None = None
         self.in_flight: deque[InFlightStep] = deque()
         self.has_waited = False  # the next step, for tokens that drafts may follow
+        self.turned_away = 0, 0  # unfinished requests and running rows when no request could join a step
         self.leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
         self._configure(config)
@@ -248,7 +249,8 @@ class SchedulerState:
         """Note and return whether the next step waits for the tokens of those in flight, as drafts follow them."""
         if self.speculation is None or not self.in_flight:
             return False
-        can_join = self.waiting and self.columns.free_rows and self.blocked is None
+        now = len(self.requests), self.columns.num_running
+        can_join = self.waiting and self.columns.free_rows and now != self.turned_away
         has_prompt = can_join or len(self.columns.gaps()[2]) > 0  # a step with a prompt has no drafts
         self.has_waited = self.in_flight[-1].has_drafts or (not has_prompt and self.speculation.is_worthwhile())
         return self.has_waited

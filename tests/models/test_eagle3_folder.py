@@ -135,4 +135,4 @@ def test_heads_that_do_not_fit_the_memory_are_refused(
     find: Callable[..., Eagle3Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tidewheel.models.loader.available_host_bytes", lambda: 1000)
-    assert "the weights need" in refusal(find)
+    assert "its weights and the model's need" in refusal(find)

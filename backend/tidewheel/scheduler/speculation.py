@@ -127,7 +127,7 @@ class _GrammarRow:
 
     def _number(self) -> list[int]:
         """Return the tokens of the prompt's next number, where the grammar awaits one. Set `forced_kind`."""
-        if re.search(rb"\d\.?$", self._text[-2:]) or self.allowed(self._tokenizer.tokenize_bytes(b"a")):
+        if re.search(rb"\d\.?\Z", self._text[-2:]) or self.allowed(self._tokenizer.tokenize_bytes(b"a")):
             return []
         for given in _NUMBER.finditer(self._text, self._num_read):  # those since the last call
             self._num_read = given.end()

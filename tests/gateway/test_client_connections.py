@@ -127,12 +127,23 @@ def test_the_rest_of_a_body_that_was_answered_early_is_not_taken_for_headers(
         assert [limited[data] for data in (b"x" * 40, b"y" * 58, HALF_HEADER)] == [False, False, True]
 
 
-@pytest.mark.parametrize("first", [b"", HALF_HEADER, HALF_BODY, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_connections_that_keep_it_waiting_make_room(small: RunningGateway, first: bytes) -> None:
+@pytest.mark.parametrize(
+    ("first", "answer"),
+    [
+        (b"", b""),
+        (HALF_HEADER, b""),
+        (HALF_BODY, b""),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200"),
+    ],
+)
+def test_connections_that_keep_it_waiting_make_room(small: RunningGateway, first: bytes, answer: bytes) -> None:
     with ExitStack() as stack:
-        held = [stack.enter_context(opened(small, first)) for _ in range(3 * TABLE.most_of_address)]
-        with asked(small).getresponse() as answer:
-            assert answer.status == 200
+        held = []
+        for _ in range(3 * TABLE.most_of_address):
+            held.append(stack.enter_context(opened(small, first)))
+            assert held[-1].recv(len(answer), socket.MSG_WAITALL) == answer  # until then, none may take its place
+        with asked(small).getresponse() as latest:
+            assert latest.status == 200
         closed = [is_closed(connection) for connection in held]
         assert sum(closed) >= 2 * TABLE.most_of_address
         assert not closed[-1]

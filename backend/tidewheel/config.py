@@ -148,10 +148,10 @@ class EngineConfig(SchedulingSettings):
     async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
 
     # speculation
-    speculation: SpeculationMethod = "none"  # what drafts tokens that the model then checks, several in a step
-    num_speculative_tokens: int = 8  # most drafts of a row in a step; fewer, or none, where they do not pay
-    draft_model: str = ""  # folder of the draft model, or of the EAGLE-3 head
-    num_draft_layers: int | None = None  # first_layers: layers that draft; none: a quarter of the model's
+    speculation: SpeculationMethod = "none"  # source of draft tokens, of which the model checks several in a step
+    num_speculative_tokens: int = 8  # most drafts of a request in a step; fewer, or none, where they do not pay
+    draft_model: str = ""  # draft model or EAGLE-3 head: folder, GGUF file or id
+    num_draft_layers: int | None = None  # number of layers that draft, of first_layers; none: a quarter of all
 
     # one-shot models
     kind: Kind = "text"  # set by the backend if `adapter`, or the model's file, says so

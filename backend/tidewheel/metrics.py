@@ -114,7 +114,7 @@ HIT_TOKENS = _counter(
 DRAFTS = _counter("vllm:spec_decode_num_drafts_total", "Steps of a request that tested drafts", "num_drafts")
 DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens_total", "Tokens drafted and tested", "num_draft_tokens")
 ACCEPTED_DRAFT_TOKENS = _counter(
-    "vllm:spec_decode_num_accepted_tokens_total", "Of these, tokens accepted", "num_accepted_draft_tokens"
+    "vllm:spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted", "num_accepted_draft_tokens"
 )
 LORA_LOADS = _counter("tidewheel_lora_loads_total", "Copies of adapters into slots", "num_lora_loads")
 LORA_EVICTIONS = _counter("tidewheel_lora_evictions_total", "Loads that evicted an adapter", "num_lora_evictions")

@@ -2,7 +2,7 @@
 
 Answers come from an engine without drafts; a proposer that knows them puts in wrong tokens. Both engines are
 `deterministic`, since other roundings would lead away from the known answers. `prompt_lookup` runs on random tokens,
-which nothing repeats: what drafts cost where there are none.
+whose greedy answers soon loop, so that it finds drafts.
 """
 
 from __future__ import annotations

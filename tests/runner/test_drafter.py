@@ -321,7 +321,7 @@ def test_drafts_that_cannot_be_are_refused_in_one_line(
     config = transformers.GPT2Config(vocab_size=256, n_positions=256, n_embd=64, n_layer=1, n_head=4)
     tiny_models.save(lambda: transformers.GPT2LMHeadModel(config), tmp_path)
     assert refusal(drafted_by(tmp_path, model)) == (
-        f"draft_model is {tmp_path}: GPT2LMHeadModel does not run on the native decoder, which drafts: take another"
+        f"draft_model is {tmp_path}: GPT2LMHeadModel does not run on the native decoder: take a draft that does"
     )
     for kind in ("first_layers", "eagle3"):
         assert refusal(settings(tmp_path, speculation=kind, draft_model=str(model) if kind == "eagle3" else "")) == (

@@ -182,7 +182,7 @@ class EngineCore:
         return _no_tokens(batch)
 
     def _run_without_drafts(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
-        """Rerun a step for which memory did not suffice without its drafts, which take a part of it."""
+        """Rerun, without its drafts, a step that ran out of memory: drafts take some of it."""
         log.warning("a step runs again without its drafts: %s", error)
         keep = batch.draft_tokens == NO_DRAFT
         plain = _only(batch, keep)

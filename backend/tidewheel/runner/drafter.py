@@ -52,9 +52,9 @@ class DraftModel(Protocol):
         """Make room for all blocks of `kv`, the serving model's cache, instead of the room so far."""
 
     def draft(self, step: ForwardInput, *, is_first: bool) -> torch.Tensor:
-        """Return tokens [S] int64 of the serving model's vocabulary, each the next one after a logit index.
+        """Return the next token [S] int64 after each logit index, in the serving model's vocabulary.
 
-        Later steps of a round compute the first rows of the step before, one token each.
+        Each later call drafts one more token for the first rows of the call before it.
         """
 
 
@@ -246,7 +246,7 @@ def plan_draft(plan: ModelPlan) -> ModelPlan:
     with refused_draft(folder):
         draft = plan_model(folder, read_config(folder), own, plan.device)
         if not isinstance(draft.native, Decoder):
-            raise ConfigError(f"{draft.architecture} does not run on the native decoder, which drafts: take another")
+            raise ConfigError(f"{draft.architecture} does not run on the native decoder: take a draft that does")
         if draft.max_model_len < plan.max_model_len:
             raise ConfigError(
                 f"it was made for at most {draft.max_model_len} tokens, and max_model_len is {plan.max_model_len}: "

@@ -61,9 +61,9 @@ class DecodeCost:
     """Estimate of a decode step's seconds.
 
     ``log seconds ≈ size(entries) + pace + [has drafts] · overhead + [has waited] · wait + log2(1 + most drafts) ·
-    depth``, where `size` is interpolated between powers of two. A Kalman filter (1960) follows the deviations of all
-    terms from the seconds measured at load, in proportion beyond the largest size. Steps without drafts show the pace
-    too, so a busy neighbour is not taken for the cost of drafts.
+    depth``, where `size` is interpolated between powers of two, and proportional beyond the largest. A Kalman filter
+    follows the deviations of all terms from the seconds measured at load. Pace is the machine's speed, which steps
+    without drafts show too, so a busy neighbour is not taken for the cost of drafts.
     """
 
     def __init__(self, max_entries: int, step_seconds: Sequence[tuple[int, float]] = ()) -> None:
@@ -118,8 +118,8 @@ class DecodeCost:
 class AcceptanceRates:
     """Estimate of the probability that a draft is accepted, if all before it are.
 
-    Each kind of proposals has a rate of failure, and each row a factor on it: its failures in about ten tests, by
-    those that the kinds let expect. So a row whose short matches fail may still draft after a long one.
+    Each kind of proposals has a rate of failure, and each row a factor on it: the failures in its last ten or so
+    tests, over those that their kinds predict. So a row whose short matches fail may still draft after a long one.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -150,12 +150,12 @@ class AcceptanceRates:
 
 
 class Goodput:
-    """Choice of each row's drafts in a step of decodes: the most tokens per second, at no request's expense.
+    """Choice of each row's drafts in a step of decodes: the most tokens per second, at a bounded loss of each.
 
     Each row has a balance in tokens. A step adds the tokens that the row got, less the step's seconds over those of
     the same step without drafts. Invariant, as far as the estimates know, whatever the drafts turn out to be worth:
     the balance stays above ``-(SLACK_TOKENS + SLACK · tokens so far)``, and above 0 where lower classes draft; with
-    drafts of its own, `CREDIT` and `WAIT_CREDIT` waits lower. Without, a request is late by 1 token and 2 % at most.
+    drafts of its own, `CREDIT` and `WAIT_CREDIT` waits lower. Other rows are late by at most 1 token and 2 %.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Drafts by prompt lookup: the tokens that followed an earlier occurrence of a row's last tokens.
 
 Text that repeats (an edited file, an extract, JSON by schema) is drafted without a model. Of four candidates the
-longest match wins: that of the step before, which usually goes on, and the last ends of the row's last four, two and
-one tokens, which a hash table of the row holds, so that nothing is searched. Candidates are compared with the tokens,
-so runs that share a slot of the table only lose a match.
+longest match wins: the place after the last step's match, and where the row's last four, two and one tokens occurred
+last, by a hash table of the row, so that nothing is searched. Candidates are compared with the tokens, so a collision
+in the table only loses a match.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Draft tokens: what a row's next tokens may be, checked by the model several in a step.
 
 A row with k drafts is computed at k + 1 positions. Draws are a function of (seed, position), so the tokens sampled
-there are those of plain steps as long as the drafts before them equal them (compare Leviathan et al., "Fast inference
+there are those of plain steps while all drafts before equal their samples (compare Leviathan et al., "Fast inference
 from transformers via speculative decoding", 2023, whose rule of acceptance draws anew).
 """
 
@@ -117,7 +117,7 @@ class _GrammarRow:
         return self._forced[:most]
 
     def copied(self, most: int) -> list[int]:
-        """Return up to `most` tokens that continue the last word as the prompt does, at the last place or after."""
+        """Return up to `most` tokens that end the last word as in the prompt, after the last place if possible."""
         word = self._text[-MAX_WORD_BYTES:].translate(_WORDS_ALONE).rpartition(b" ")[2]
         place = max(self._words.find(b" " + word, self._last_place), self._words.find(b" " + word))
         if place < 0 or not 0 < len(word) < MAX_WORD_BYTES:
@@ -160,7 +160,7 @@ class _GrammarRow:
         return text
 
     def _likely(self, text: bytes) -> list[int]:
-        """Return the tokens of the only character that may follow a text, after a space if likely; else nothing."""
+        """Return the tokens of the one character that may follow, and of a likely space before it; else none."""
         space, characters = _tokens_of_characters(self._tokenizer)
         allowed = (ids for ids in characters if self.matcher.validate_tokens(ids) == len(ids))
         candidates = list(itertools.islice(allowed, 2))
@@ -178,9 +178,9 @@ class GrammarDrafts(Proposer):
 
     A grammar of JSON leaves a space free at most places, so that it forces little. Where one character other than a
     space can follow, it is drafted, with a space before it if the answer had one there the last time. Where a number
-    is due, the prompt's next is drafted: records mostly follow their text. A row without drafts so far goes on with
-    its last word as the prompt does. Prompt lookup misses names, which follow a space in a prompt and a quotation
-    mark in JSON, so that their tokens differ.
+    is due, the prompt's next is drafted: records mostly follow their text. Failing these, the rest of the last word
+    is drafted as in the prompt. Prompt lookup misses names, which follow a space in a prompt and quotation marks in
+    JSON, so that their tokens differ.
     """
 
     def __init__(self, proposer: Proposer, columns: RowColumns) -> None:
@@ -222,7 +222,7 @@ class GrammarDrafts(Proposer):
 
 
 class Speculation:
-    """Owner of the proposals that follow the known tokens of running rows."""
+    """Owner of the drafts proposed for running rows, which chooses those that pay."""
 
     def __init__(
         self, proposer: Proposer, goodput: Goodput, most: int, columns: RowColumns, stats: EngineStats
@@ -306,7 +306,7 @@ class Speculation:
         self.has_proposals = bool(self._counts.any())
 
     def observe_drafts(self, rows: RowArray, draft_tokens: Int32Array, follows: BoolArray) -> None:
-        """Learn which drafts of a step were accepted. `follows` [n]: whose token counts. Call before `observe`."""
+        """Learn which drafts of a step were accepted. `follows` [n]: the token counts. Call before `observe`."""
         firsts = (draft_tokens == NO_DRAFT).nonzero()[0]
         num_drafts = np.add.reduceat(draft_tokens >= 0, firsts, dtype=np.int32)
         num_accepted = np.add.reduceat(follows, firsts, dtype=np.int32) - 1
@@ -325,7 +325,7 @@ class Speculation:
             self._num_vain_looks = 0
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
-        """Learn the seconds of the last observed step of decodes, if it had drafts, a wait or proposals after it."""
+        """Learn the seconds of the last step, if of decodes alone, with drafts, a wait or proposals for the next."""
         num_entries = len(batch.rows)
         if batch.num_decodes != num_entries or not (len(batch.draft_tokens) or has_waited or self.has_proposals):
             return

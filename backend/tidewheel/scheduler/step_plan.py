@@ -26,7 +26,7 @@ class StepLimits(NamedTuple):
     max_chunk_tokens: int  # per request
     max_running: int  # for entering only
     max_joins: int  # requests that never started
-    max_scores: int  # prompt positions with logits
+    max_scores: int  # drafts, or scored prompt positions
     keep_free: int  # blocks, while others run
     slice_s: float | None = None  # longest time of the step
     max_decodes: int | None = None  # rows that decode

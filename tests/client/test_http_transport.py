@@ -8,12 +8,14 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import tidewheel_client as tc
 from support.triton.http_triton import Body, FakeHttpTriton, HttpError, error_body
+from support.triton.serving import wait_for
 from tidewheel_client import AsyncClient, Client
 
 
@@ -214,11 +216,16 @@ def test_closing_the_client_wakes_a_reader(triton: FakeHttpTriton) -> None:
     client = Client(triton.url)
     stream = client.stream("x")
     next(stream)
-    closer = threading.Timer(0.05, client.close)
-    closer.start()
-    with pytest.raises(tc.RequestError):
-        next(stream)
-    closer.join()
+    loop = client._core._transport._loop
+
+    def is_read() -> bool:
+        return any(getattr(task.get_coro(), "__name__", "") == "receive" for task in asyncio.all_tasks(loop))
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(next, stream)
+        wait_for(is_read, 60, "the read")
+        client.close()
+        assert isinstance(reading.exception(60), tc.RequestError)
     release.set()
 
 

@@ -86,7 +86,6 @@ def test_packages_do_not_shadow_the_standard_library(short_path: Path, monkeypat
     package = Path(locked_folder.__file__).parent
     (packages / package.name).symlink_to(package)
     monkeypatch.setattr(locked_folder, "__file__", str(packages / package.name / "locked_folder.py"))
-    monkeypatch.setattr("tidewheel_queue.redis_endpoint._START_S", 5.0)
     with Queue(short_path / "queue") as queue:
         assert queue.result(queue.enqueue(prompt="x").id).state == "waiting"
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from support.faults.slowed import slowed_by
+from support.faults.slowed import slow_down, slowed_by
 from support.triton.burst import bursting
 from support.triton.otlp_collector import Collector, attributes, collecting
 from support.triton.serving import (
@@ -199,7 +199,7 @@ def test_a_full_cache_has_one_name_everywhere(tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     small = {"num_blocks": "66", "block_size": "16", "admit_by_growth": "false", "request_log": str(log)}
     config = CONFIG + "".join(setting(name, value) for name, value in small.items())
-    slowed = slowed_by(0.005, tmp_path / "seconds")  # the two hold them for 3 s
+    slowed = slowed_by(0.1, tmp_path / "seconds")  # the two hold them until all others are there
     serving = serving_demo(tmp_path / "repository", config, "--allow-faults", variables=slowed)
     with serving as server, bursting(server) as burst:
         for number in range(2):
@@ -210,6 +210,9 @@ def test_a_full_cache_has_one_name_everywhere(tmp_path: Path) -> None:
         wait_for(lambda: server.metric("vllm:num_requests_waiting", model_name="demo") >= 8, 60, "a full waiting set")
         for number in range(8):
             burst.send([150 + number, *range(5, 400)], 4)
+        while not burst.errors:
+            burst.receive()
+        slow_down(tmp_path / "seconds", 0.0)
         burst.finish()
         refusals = [from_text(error) for error in burst.errors]
         named = [error for error in refusals if isinstance(error, KvCacheFull)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.faults.slowed import slowed_by
 from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, serving_demo, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -18,14 +19,14 @@ backend: "tidewheel"
 parameters { key: "model" value { string_value: "weights" } }
 parameters { key: "kv_cache_memory_mb" value { string_value: "64" } }
 parameters { key: "default_max_tokens" value { string_value: "context" } }
-parameters { key: "max_request_s" value { string_value: "2" } }
+parameters { key: "max_request_s" value { string_value: "6" } }
 """
 TWIN = """
 backend: "tidewheel"
 model_transaction_policy { decoupled: false }
 parameters { key: "engine_of" value { string_value: "demo" } }
 parameters { key: "default_max_tokens" value { string_value: "3" } }
-parameters { key: "max_request_s" value { string_value: "2" } }
+parameters { key: "max_request_s" value { string_value: "6" } }
 """
 CONTEXT = 1024
 LONG_PROMPT = list(range(100, 1100))
@@ -34,11 +35,11 @@ FIGURES: dict[str, Any] = {"ignore_eos": True, "return_num_output_tokens": True,
 
 @pytest.fixture(scope="module")
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo model under other settings of its front ends."""
-    folder = tmp_path_factory.mktemp("bounded")
+    """The demo model under other settings of its front ends, on a slow device: an endless request meets its limit."""
+    folder, slowed = tmp_path_factory.mktemp("bounded"), slowed_by(0.02, tmp_path_factory.mktemp("slow") / "seconds")
     (folder / "demo_infer" / "1").mkdir(parents=True)
     (folder / "demo_infer" / "config.pbtxt").write_text(TWIN)
-    with serving_demo(folder, CONFIG) as server:
+    with serving_demo(folder, CONFIG, "--allow-faults", variables=slowed) as server:
         yield server
 
 

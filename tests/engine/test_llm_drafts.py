@@ -15,7 +15,9 @@ from support.models.tiny_models import save_byte_llama
 from support.scheduler.guesses import Guesses, put_proposer
 from tidewheel import LLM, Grammar, RequestOptions, SamplingParams
 from tidewheel.llm import GenerationResult
+from tidewheel.runner import rank_group
 from tidewheel.sampling import TopLogprobs
+from tidewheel.scheduler import controllers
 
 VOCABULARY = 256
 CHANCES = (0.3, 0.9)  # of a draft to be right
@@ -146,12 +148,13 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "int8 cache": {"kv_cache_dtype": "int8"},
     "int8 weights": {"quantization": "int8"},
-    "pressure": {"pressure_quantization": "int8", "pressure_memory": 0.01},
+    "pressure": {"pressure_quantization": "int8", "pressure_memory": 0.01, "pressure_latency_ms": 60_000.0},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_drafts_change_no_answer(folder: Path, settings: dict[str, object]) -> None:
+def test_drafts_change_no_answer(folder: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controllers, "HOLD_S", 1e9)  # a clock that goes on changes no weights
     asks = list(ASKS.values())
     with load(folder, **settings) as llm:
         expected = answers(llm, asks)
@@ -183,7 +186,8 @@ def test_drafts_with_adapters(folder: Path, tmp_path: Path) -> None:
         check_drafts(llm, 0.3)
 
 
-def test_drafts_over_two_ranks(folder: Path) -> None:
+def test_drafts_over_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "HANG_S", 60.0)  # a busy machine is no rank that hangs
     asks = list(ASKS.values())
     with load(folder, tensor_parallel_size=2) as llm:
         expected = answers(llm, asks)

@@ -18,6 +18,7 @@ import pytest
 
 from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
+from support.triton.serving import wait_for
 from tidewheel.batch import Int32Array
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
@@ -455,6 +456,7 @@ def test_an_error_of_the_engine(harness: FrontendHarness) -> None:
 
 def test_requests_that_the_engine_lost(harness: FrontendHarness) -> None:
     submitted = [harness.submit(stream=True) for _ in range(5)]
+    wait_for(lambda: all(one.is_at_engine for one in harness.frontend._live.values()), 30, "requests at the engine")
     harness.frontend.on_lost([s.key for s in submitted] + [999], EngineDead("gone", retry_after_ms=7))
     for _, sink in submitted:
         sink.wait_end()

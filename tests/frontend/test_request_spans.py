@@ -27,7 +27,7 @@ def test_a_request_is_a_span_with_its_stages(make_spans: Callable[..., Any]) -> 
         spans = make_spans(collector.url, "demo")
         spans.write([ended()])
         spans.close()
-        (root,) = collector.roots()
+        (root,) = collector.wait_roots(1)
     assert collector.paths == {"/v1/traces"}
     assert collector.resources[0]["service.name"] == "tidewheel"
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
@@ -54,7 +54,7 @@ def test_an_error_has_its_tag_and_only_the_stages_that_were(make_spans: Callable
         spans = make_spans(collector.url, "demo")
         spans.write([refused("r", 1000 * MS, 1001 * MS, traceparent="")])
         spans.close()
-        (root,) = collector.roots()
+        (root,) = collector.wait_roots(1)
     assert (root.status.code, root.status.message, root.parent_span_id) == (2, "TW-KV-FULL", b"")
     assert attributes(root)["error.type"] == "TW-KV-FULL"
     assert collector.stages(root) == {}
@@ -66,7 +66,7 @@ def test_a_malformed_parent_begins_a_trace(make_spans: Callable[..., Any], wrong
         spans = make_spans(collector.url, "demo")
         spans.write([ended(traceparent=wrong)])
         spans.close()
-        (root,) = collector.roots()
+        (root,) = collector.wait_roots(1)
     assert root.parent_span_id == b"" and root.trace_id.hex() not in (TRACE, "0" * 32)
 
 
@@ -75,7 +75,7 @@ def test_a_parent_that_is_not_sampled_costs_nothing(make_spans: Callable[..., An
         spans = make_spans(collector.url, "demo")
         spans.write([ended(traceparent=f"00-{TRACE}-{PARENT}-00"), ended("other", traceparent="")])
         spans.close()
-        assert [attributes(root)["gen_ai.response.id"] for root in collector.roots()] == ["other"]
+        assert [attributes(root)["gen_ai.response.id"] for root in collector.wait_roots(1)] == ["other"]
 
 
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

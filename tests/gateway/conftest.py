@@ -8,6 +8,15 @@ import pytest
 
 from support.gateway.running_gateway import RunningGateway, gateway_to
 from support.triton.grpc_triton import FakeTriton, running
+from tidewheel.gateway import upstream
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """Give a server more time to answer a look: a busy machine is no dead server."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(upstream, "PROBE_S", 60.0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -83,10 +83,10 @@ def test_headers_that_do_not_arrive_end_their_connections(
         idle = http.client.HTTPConnection(urlsplit(gateway.url).netloc, timeout=LIMIT_S)
         idle.request("GET", "/v1/models")
         assert len(json.loads(idle.getresponse().read())["data"]) == 1
-        monkeypatch.setattr(client_connections, "HEADERS_S", 0.2)
-        silent, slow, second = (stack.enter_context(opened(gateway, first)) for first in (b"", HALF_HEADER, b""))
-        second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        second = stack.enter_context(opened(gateway, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
         assert second.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        monkeypatch.setattr(client_connections, "HEADERS_S", 0.2)
+        silent, slow = (stack.enter_context(opened(gateway, first)) for first in (b"", HALF_HEADER))
         second.sendall(HALF_HEADER)
         wait_for(lambda: is_closed(silent), LIMIT_S, "the end of a silent connection")
         wait_for(lambda: is_closed(second), LIMIT_S, "the end of a second request")

@@ -142,8 +142,9 @@ def test_a_gateway_that_was_late_itself_ends_nothing(first: StoppableTriton, mon
         error_of(begun.result().text)
 
 
-def test_a_server_that_starts_is_used_once_it_is_ready() -> None:
+def test_a_server_that_starts_is_used_once_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is ready, no call delays the connection: after a failed one, gRPC waits for a second."""
+    monkeypatch.setattr(upstream, "SILENCE_S", 60.0)  # a slow look is no silence
     states = [Readiness("starting")]
     (port,) = free_ports(1)
     address = Address(f"127.0.0.1:{port}")

@@ -87,7 +87,7 @@ def workers_of(port: int) -> list[psutil.Process]:
 def test_counts_are_those_of_all(port: int) -> None:
     before = num_answered(port)
     for _ in range(NUM_REQUESTS):
-        assert complete(port).ok
+        wait_for(lambda: complete(port).ok, 60, "an answer, once the worker has looked")
     wait_for(lambda: num_answered(port) == before + NUM_REQUESTS, 60, "counts")
     first, second = workers_of(port)
     first.kill()

@@ -21,6 +21,7 @@ from tidewheel_process.child import (
     RestartPolicy,
     StartError,
     describe_exit,
+    start_ticks,
     wait_until,
 )
 
@@ -76,11 +77,7 @@ def test_readiness_is_waited_for() -> None:
 def test_a_child_that_ends_with_its_parent() -> None:
     code = "from tidewheel_process.child import Child; print(Child(['/bin/sleep', '60'], ends_with_parent=True).pid)"
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-    assert wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in stat(pid), 60)
-
-
-def stat(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    assert wait_until(lambda: start_ticks(pid) is None, 60)
 
 
 def test_delays_grow_and_a_crash_loop_ends() -> None:

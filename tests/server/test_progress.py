@@ -29,9 +29,16 @@ def engines(tmp_path: Path) -> dict[str, Path]:
     return folders
 
 
+def progress_of(engines: dict[str, Path], out: io.StringIO) -> LoadProgress:
+    """Return the progress of a load that takes no time."""
+    progress = LoadProgress(engines, out)
+    progress._clock = lambda: progress._since
+    return progress
+
+
 def test_a_log_gets_a_line_per_stage(engines: dict[str, Path]) -> None:
     out = io.StringIO()
-    progress = LoadProgress(engines, out)
+    progress = progress_of(engines, out)
     progress.look()
     write(engines["demo"], "loading")
     progress.look()
@@ -48,7 +55,7 @@ def test_a_log_gets_a_line_per_stage(engines: dict[str, Path]) -> None:
 
 def test_a_terminal_gets_a_line_that_goes_away(engines: dict[str, Path]) -> None:
     out = Terminal()
-    progress = LoadProgress(engines, out)
+    progress = progress_of(engines, out)
     for fraction in (0.0, 0.5, 1.5):
         write(engines["demo"], "loading", "weights", fraction)
         progress.look()
@@ -103,7 +110,7 @@ def test_what_is_waited_for_may_change_meanwhile() -> None:
 def test_a_load_says_how_long_it_takes(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr("tidewheel.server.console.FIRST_LINE_S", 0.0)
-    progress = LoadProgress(engines, out)
+    progress = progress_of(engines, out)
     progress.look()
     write(engines["demo"], "loading", "weights")
     monkeypatch.setattr(progress, "_next_s", 0.0)

@@ -31,7 +31,7 @@ READS = "reads:"  # a file, which holds one of the above or anything else
 DIES, RAISES, HANGS = 37, 38, 39
 
 MAX_MODEL_LEN = 4096
-LAUNCH_SECONDS = 0.0005  # a device takes its time: what is in flight stays so for a while
+LAUNCH_SECONDS = 0.002  # a device takes its time: what is in flight stays so for a while
 
 
 class FaultyRunner(FakeRunner, FakeLoraRunner):

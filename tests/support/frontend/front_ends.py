@@ -58,6 +58,8 @@ class FrontendHarness:
             num_sender_threads=num_senders,
             stream_interval_ms=stream_interval_ms,
             default_max_tokens=default_max_tokens,
+            objective_ttft_ms=1e9,  # on a busy machine too
+            objective_tpot_ms=1e9,
         )
         encoder = LocalEncoder(TokenizerFolder(folder, vocab_size, max_prompt_bytes))
         defaults = GenerationDefaults.load(Path(self.info.model))

@@ -101,9 +101,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield self._obey(asked)
                 continue
             context.add_callback(self.ended.set)
+            answer = self.answer or say_words  # before the request is seen, and another is set for the next
             self.asked.append(asked)
             try:
-                yield from (self.answer or say_words)(asked)
+                yield from answer(asked)
             except Refused as error:
                 context.abort(error.code, error.text)
 
@@ -127,10 +128,10 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelInfer(self, message: pb.ModelInferRequest, context: Any) -> pb.ModelInferResponse:
         context.add_callback(self.ended.set)
-        asked = Asked(message, dict(context.invocation_metadata()))
+        asked, answer = Asked(message, dict(context.invocation_metadata())), self.answer or say_words
         self.asked.append(asked)
         try:
-            return next((self.answer or say_words)(asked)).infer_response
+            return next(answer(asked)).infer_response
         except Refused as error:
             context.abort(error.code, error.text)
 

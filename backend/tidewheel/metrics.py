@@ -75,7 +75,7 @@ STEPS_BY_WEIGHTS = _counter(
 )
 STEP_SECONDS = _counter("tidewheel_step_seconds_total", "Time in steps", "step_seconds")
 TURN_WAIT = _counter("tidewheel_turn_wait_seconds_total", "Wait for turns on the device", "turn_wait_seconds")
-SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed", "num_scheduled_tokens")
+SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed, drafts too", "num_scheduled_tokens")
 STARTED = _class_counter("tidewheel_requests_started_total", "Requests that started", "started_by_class")
 EVICTED = _class_counter("tidewheel_requests_evicted_total", "Requests displaced by newcomers", "evicted_by_class")
 SHED = _class_counter("tidewheel_requests_shed_total", "Requests refused by the breaker", "num_shed_by_class")

@@ -189,9 +189,12 @@ def test_without_memory_for_both_the_first_ends_first(
     assert not status.is_alive and second.status.is_alive
 
 
-def test_changed_files_of_the_model_need_another_engine(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"model": "m", "speculation": "draft_model"}])
+def test_changed_files_of_the_model_or_its_draft_need_another_engine(
+    model_dir: Path, tmp_path: Path, more: dict[str, str]
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1")
-    config = change(model=str(tmp_path))
+    config = change(**({"draft_model" if more else "model": str(tmp_path)} | more))
     before = choose_engine(model_dir, config)
     assert choose_engine(model_dir, config).folder == before.folder
     (tmp_path / "model.safetensors").write_bytes(b"22")

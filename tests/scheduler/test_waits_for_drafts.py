@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from support.scheduler.ahead_runner import (
     APPLY_S,
     LAUNCH_S,
+    MOST,
     ChanceDrafts,
     FloatArray,
+    ModelledClock,
     ModelledEngine,
     QueuedStep,
     QueueingRunner,
     Table,
+    answer,
     seconds_of,
 )
-from tidewheel.batch import RowArray, ScheduledBatch, StepOutputs
+from tidewheel.batch import NOT_DRAFTED, TO_DRAFT, RowArray, ScheduledBatch, StepOutputs
 from tidewheel.request import RequestObjective
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.goodput import CREDIT, SLACK, SLACK_TOKENS, WAIT_CREDIT
-from tidewheel.scheduler.speculation import Proposals
+from tidewheel.scheduler.speculation import Proposals, RunnerDrafts
 from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
 
 # Small models on a GPU: tokens cost little, and more.
@@ -160,7 +165,8 @@ def test_rows_that_get_one_token_of_a_step_with_drafts_count_as_much_as_one_that
         engine.add(NUM_TOKENS)
     while engine.scheduler.stats().num_accepted_draft_tokens < NUM_TOKENS // 2:
         engine.step()
-    assert engine.scheduler.step_time.seconds(0) > 0.8 * (LAUNCH_S + seconds_of(FLAT, 8))
+    step_time = engine.scheduler.step_time
+    assert step_time.seconds(0) * step_time.steps_per_token > 0.8 * (LAUNCH_S + seconds_of(FLAT, 8))
 
 
 SLOW = [(1, 0.008), (9, 0.013), (128, 0.05)]  # a step with eight drafts takes longer than the pace that is asked for
@@ -174,6 +180,7 @@ def test_controllers_take_the_time_of_a_token_not_of_a_step_with_drafts() -> Non
     stats = engine.scheduler.stats()
     assert stats.num_accepted_draft_tokens > NUM_TOKENS // 2
     assert stats.token_budget == 8192
+    assert engine.scheduler.step_time.seconds(0) > 1e-3 * PACE_MS, "what takes turns counts on a step's own time"
     refused = RequestObjective(tpot_s=1e-3 * PACE_MS, refuses=True)
     engine.add(4, objective=refused, arrival_time=engine.clock.now)
 
@@ -208,3 +215,60 @@ def test_a_step_that_memory_does_not_suffice_for_runs_without_its_drafts(monkeyp
     assert failed
     stats = engine.scheduler.stats()
     assert stats.num_drafts == stats.num_accepted_draft_tokens == 0
+
+
+SMALL_CPU = [(1, 0.06), (2, 0.066), (4, 0.08), (8, 0.11), (16, 0.2), (600, 6.0)]
+CATCH_UP_S, MOST_CAUGHT_UP = 0.009, 64  # of a draft model: seconds of a token that it lacks, tokens of a step
+
+
+class DraftingRunner(QueueingRunner):
+    """Runner whose draft model first computes what it lacks of a row. Its drafts are right if `is_right`."""
+
+    def __init__(self, clock: ModelledClock, table: Table, *, is_right: bool) -> None:
+        super().__init__(clock, table)
+        self._is_right = is_right
+        self._num_cached = np.zeros(64, dtype=np.int64)
+        self.longest = 0.0  # step with drafts
+
+    def launch(self, batch: ScheduledBatch) -> QueuedStep:
+        self._num_cached[[new.row for new in batch.new_rows]] = 0
+        began, step = self._clock.now, super().launch(batch)
+        if not len(batch.draft_tokens):
+            return step
+        drafts, left = batch.draft_tokens.copy(), MOST_CAUGHT_UP
+        for row in np.unique(batch.rows[drafts == TO_DRAFT]):
+            entries = np.flatnonzero((batch.rows == row) & (drafts == TO_DRAFT))
+            missing = int(batch.start_positions[entries[0]] - self._num_cached[row])
+            done = min(missing, left)
+            left, self._free_at = left - done, self._free_at + CATCH_UP_S * done
+            self._num_cached[row] += done
+            known = answer(batch.rows[entries], batch.start_positions[entries])
+            drafts[entries] = known + (not self._is_right) if done == missing else NOT_DRAFTED
+        sampled = dataclasses.replace(step.sampled, draft_tokens=drafts)
+        self.longest = max(self.longest, self._free_at - began)
+        return step._replace(sampled=sampled, ends_at=self._free_at)
+
+
+def drafting(num_rows: int, *, is_right: bool) -> tuple[ModelledEngine, DraftingRunner]:
+    made: list[DraftingRunner] = []
+
+    def make(clock: ModelledClock, table: Table) -> DraftingRunner:
+        made.append(DraftingRunner(clock, table, is_right=is_right))
+        return made[0]
+
+    return ModelledEngine(SMALL_CPU, num_rows, RunnerDrafts(MOST), runner=make, max_inflight_steps=1), made[0]
+
+
+@pytest.mark.parametrize(("is_right", "most"), [(True, 0.95), (False, 1.05)])
+def test_a_draft_model_catches_up_with_a_long_prompt_bit_by_bit(is_right: bool, most: float) -> None:
+    engine, runner = drafting(1, is_right=is_right)
+    expected = ModelledEngine(SMALL_CPU, 1, max_inflight_steps=1).run(200, prompt=600)[0, -1]
+    seconds = [engine.run(200, prompt=600)[0, -1] for _ in range(4)]
+    assert max(seconds[1:]) < most * expected, "the first one learns"
+    assert runner.longest < seconds_of(SMALL_CPU, 1 + MOST) + MOST_CAUGHT_UP * CATCH_UP_S + 2 * LAUNCH_S
+
+
+def test_catching_up_is_not_taken_for_the_cost_of_drafts() -> None:
+    engine, _ = drafting(1, is_right=True)
+    expected = ModelledEngine(SMALL_CPU, 1, max_inflight_steps=1).run(400)[0, -1]
+    assert max(engine.run(400)[0, -1] for _ in range(3)) < 0.45 * expected

@@ -68,7 +68,7 @@ def choose_engine(model_dir: Path, config: EngineConfig) -> folder.EngineTarget:
 
 
 def _identity(config: EngineConfig) -> str:
-    files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
+    files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer, config.draft_model) if name]
     return folder.settings_digest({"settings": config.fixed_settings(), "files": files})
 
 

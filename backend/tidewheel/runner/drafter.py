@@ -32,6 +32,7 @@ from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, cache_layout
 
 # Chunks of at most so many tokens in all are computed as decodes: on a CPU in one call of all layers.
 MOST_AS_DECODES = 16
+MOST_CAUGHT_UP = {"cpu": 64, "cuda": 2048}  # tokens that a step computes of those that drafts lack: all rows wait
 
 FolderT = TypeVar("FolderT")
 _REMEDY = "drafts are token ids, so take a model with the same tokenizer"
@@ -92,7 +93,7 @@ class Drafter:
             message = f"the draft's KV cache of {len(kv.blocks)} blocks cannot be allocated"
             raise ConfigError(f"{message}: lower num_blocks, kv_cache_memory_mb or gpu_memory_utilization") from error
         self._model, self._rows, self._sender, self._has_cache = model, rows, sender, model.block_bytes > 0
-        self._most_tokens = info.max_num_batched_tokens
+        self._most_tokens = min(info.max_num_batched_tokens, MOST_CAUGHT_UP[kv.device.type])
         self._num_cached = np.zeros(info.max_num_seqs, dtype=np.int32)  # leading tokens of each row
         self._is_cached = np.zeros((len(kv.blocks), info.block_size), dtype=np.bool_)
 

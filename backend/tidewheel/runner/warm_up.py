@@ -143,7 +143,7 @@ def warm_up_batches(info: RunnerInfo, *, drafts: bool = False) -> Iterator[Sched
         yield _batch(step_id, rows, info.block_size)
     yield from _moved(1 + len(steps), info)
     if drafts and (batch := _decode_batch(info, 3, 1, TO_DRAFT)) is not None:
-        yield from (batch, _again(batch))  # the second time, the draft model has all tokens
+        yield from (batch, *[_again(batch)] * 3)  # in the last, the draft model has all tokens
 
 
 def measure_decodes(

@@ -214,9 +214,9 @@ class AdmissionControl:
         objective, state = request.objective, self._state
         if objective is None:
             return ""
-        step_s = state.step_time.seconds(0) if state.step_time.is_fresh(now) else 0.0
-        if step_s > objective.tpot_s:
-            return f"a token is expected to take {1e3 * step_s:.1f} ms, and tpot_ms is {1e3 * objective.tpot_s:g}"
+        token_s = state.step_time.seconds(0) * state.step_time.steps_per_token
+        if token_s > objective.tpot_s and state.step_time.is_fresh(now):
+            return f"a token is expected to take {1e3 * token_s:.1f} ms, and tpot_ms is {1e3 * objective.tpot_s:g}"
         if objective.ttft_s == math.inf:
             return ""
         request.latest_start = self._latest_start(request, now)

@@ -255,10 +255,11 @@ class StepControl:
         seconds = max(now - max(step.scheduled_at, last), 0.0)
         if state.turns is not None and step.turn is not None:
             state.turns.pay(step.turn, batch.num_tokens, seconds)
-        token_s = seconds  # mean over the rows: with drafts, a row may get several tokens
+        steps_per_token = 1.0  # mean over the rows: with drafts, a row may get several tokens
         if step.has_drafts and (counts := Counter(outputs.requests)):
-            token_s *= sum(1.0 / count for count in counts.values()) / len(counts)
-        state.step_time.observe(batch.num_tokens - batch.num_decodes, token_s, now)
+            steps_per_token = sum(1.0 / count for count in counts.values()) / len(counts)
+        token_s = seconds * steps_per_token
+        state.step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now, steps_per_token)
         if state.speculation is not None and not step.started:
             interval = now - last if step.has_waited else seconds
             state.speculation.observe_step(batch, interval, has_waited=step.has_waited)

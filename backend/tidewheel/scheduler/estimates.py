@@ -110,6 +110,7 @@ class StepTime:
     """
 
     def __init__(self) -> None:
+        self.steps_per_token = 1.0  # of a decoding row: fewer with drafts
         self._num_steps = 0
         self._last = 0.0  # end of the last step
         self._weight = 0.0
@@ -128,7 +129,8 @@ class StepTime:
     def is_fresh(self, now: float) -> bool:
         return self._weight * _fade(now, self._last) >= _MIN_STEPS
 
-    def observe(self, num_chunk_tokens: int, seconds: float, now: float) -> None:
+    def observe(self, num_chunk_tokens: int, seconds: float, now: float, steps_per_token: float = 1.0) -> None:
+        self.steps_per_token += (1.0 - _STEP_FORGET) * (steps_per_token - self.steps_per_token)
         expected = self.seconds(num_chunk_tokens)
         if self._num_steps >= _MIN_STEPS and expected > 0.0:
             seconds = min(seconds, _MAX_FACTOR * expected)

@@ -55,6 +55,7 @@ class DecodeStep(NamedTuple):
     num_drafts: int = 0
     most_drafts: int = 0  # of a row
     has_waited: bool = False  # for tokens that drafts may follow, where other steps are launched ahead
+    lacks_drafts: bool = False  # a draft model caught up with a row's tokens instead, which counts for nothing here
 
 
 class DecodeCost:
@@ -203,13 +204,13 @@ class Goodput:
     def observe_step(self, rows: RowArray, num_tokens: Int32Array, step: DecodeStep, seconds: float) -> None:
         """Learn from a step of decodes alone, in which distinct rows got `num_tokens` [n]."""
         self._num_steps += 1
-        if seconds > 0.0:  # a test's clock may stand still
+        if seconds > 0.0 and not step.lacks_drafts:  # a test's clock may stand still
             self.cost.observe(step, seconds)
         ratio = 1.0
         if step.num_drafts:
             self._trial_period = min(2 * self._trial_period, _MOST_PERIOD) if self._is_trial else _TRIAL_PERIOD
             self._trial_in = self._num_steps + self._trial_period
-        if step.num_drafts or step.has_waited:
+        if (step.num_drafts or step.has_waited) and not step.lacks_drafts:
             # Drafts are chosen where the estimate is rather too low, and a pause is not their cost.
             estimate = float(self.cost.ratios(step.num_rows, np.array([step.num_drafts]), step.most_drafts)[0])
             ratio = seconds / self.cost.seconds(step.num_rows)

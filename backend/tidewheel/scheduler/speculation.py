@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import NO_DRAFT, TO_DRAFT, BoolArray, Int32Array, RowArray, ScheduledBatch
+from tidewheel.batch import NO_DRAFT, NOT_DRAFTED, TO_DRAFT, BoolArray, Int32Array, RowArray, ScheduledBatch
 from tidewheel.grammar import TokenGrammar
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowColumns
@@ -227,17 +227,16 @@ class Speculation:
     def __init__(
         self, proposer: Proposer, goodput: Goodput, most: int, columns: RowColumns, stats: EngineStats
     ) -> None:
-        num_rows = columns.num_rows
         self._proposer = proposer
         self._goodput = goodput
         goodput.classes = columns.classes  # which change while requests run
         self._columns = columns
         self._stats = stats
-        self._counts = np.zeros(num_rows, dtype=np.int32)
-        self._token_ids = np.zeros((num_rows, most), dtype=np.int32)
-        self._kinds = np.zeros(num_rows, dtype=np.int32)
+        self._counts, self._kinds = np.zeros((2, columns.num_rows), dtype=np.int32)
+        self._token_ids = np.zeros((columns.num_rows, most), dtype=np.int32)
         self.has_proposals = False
         self._had_drafts = False  # the step that is applied
+        self._lacked_drafts = False  # the last step with drafts, of some that the runner was to make
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
         self._num_vain_looks = 0  # since a row began or drafts were of use
@@ -320,8 +319,8 @@ class Speculation:
         self._stats.num_drafts += len(rows)
         self._stats.num_draft_tokens += int(num_drafts.sum())
         self._stats.num_accepted_draft_tokens += int(num_accepted.sum())
-        self._had_drafts = True
-        if num_accepted.any():
+        self._had_drafts, self._lacked_drafts = True, bool((draft_tokens == NOT_DRAFTED).any())
+        if num_accepted.any() or self._lacked_drafts:
             self._num_vain_looks = 0
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
@@ -331,7 +330,6 @@ class Speculation:
             return
         num_entries_of_rows = np.bincount(batch.rows)
         num_rows = int(np.count_nonzero(num_entries_of_rows))
-        step = DecodeStep(num_rows, num_entries - num_rows, int(num_entries_of_rows.max()) - 1, has_waited)
-        num_tokens = np.bincount(self._last_rows)
-        rows = num_tokens.nonzero()[0]
-        self._goodput.observe_step(rows, num_tokens[rows], step, seconds)
+        lacks = self._lacked_drafts and num_entries > num_rows
+        step = DecodeStep(num_rows, num_entries - num_rows, int(num_entries_of_rows.max()) - 1, has_waited, lacks)
+        self._goodput.observe_step(*np.unique(self._last_rows, return_counts=True), step, seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from support.scheduler.scheduling import make_request, make_scheduler
 from tidewheel.batch import Int32Array, RowArray, SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.engine.core import EngineCore
 from tidewheel.scheduler.goodput import Goodput
-from tidewheel.scheduler.speculation import Proposals
+from tidewheel.scheduler.speculation import Proposals, Proposer
 
 FloatArray = npt.NDArray[np.float64]
 Table = Sequence[tuple[int, float]]  # entries of a step and its seconds on the device
@@ -90,7 +90,15 @@ class ChanceDrafts:
 class ModelledEngine:
     """An engine of `num_rows` rows, without drafts if there is no proposer."""
 
-    def __init__(self, table: Table, num_rows: int, proposer: ChanceDrafts | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        table: Table,
+        num_rows: int,
+        proposer: Proposer | ChanceDrafts | None = None,
+        *,
+        runner: Callable[[ModelledClock, Table], QueueingRunner] = QueueingRunner,
+        **settings: object,
+    ) -> None:
         self.clock, self._num_rows, self._num_requests = ModelledClock(), num_rows, 0
         self.scheduler = make_scheduler(
             num_blocks=64 * num_rows, block_size=16, max_num_seqs=num_rows, max_model_len=1024,
@@ -101,7 +109,7 @@ class ModelledEngine:
         )  # fmt: skip
         if proposer is not None:
             self.scheduler.use_proposer(proposer)
-        self._core = EngineCore(self.scheduler, QueueingRunner(self.clock, table), self._deliver, clock=self.clock)
+        self._core = EngineCore(self.scheduler, runner(self.clock, table), self._deliver, clock=self.clock)
         self._arrivals: dict[str, list[float]] = {}
 
     @property
@@ -123,11 +131,11 @@ class ModelledEngine:
     def step(self) -> None:
         self._core.step()
 
-    def run(self, num_tokens: int) -> FloatArray:
+    def run(self, num_tokens: int, prompt: int = 16) -> FloatArray:
         """Run a request in each row. Return the seconds until each token of each request [rows, num_tokens]."""
         began, self._arrivals = self.clock.now, {}
         for _ in range(self._num_rows):
-            self.add(num_tokens)
+            self.add(num_tokens, prompt)
         while self._core.has_unfinished:
             self.step()
         return np.array(list(self._arrivals.values())) - began

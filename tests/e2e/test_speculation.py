@@ -140,6 +140,34 @@ def test_streams_of_the_gateway_are_those_without_drafts(server: Server, model: 
 
 
 @pytest.mark.parametrize("model", SPECULATIVE)
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string_among_drafts_ends_the_answer_where_it_does_without(
+    server: Server, drafted: Mapping[str, PerfMetrics], model: str, streams: bool
+) -> None:
+    assert drafted[model].num_accepted_draft_tokens
+
+    def answer(name: str, **options: Any) -> tuple[str, str | None, int]:
+        asked = {"model": name, "prompt": TEXT, "max_tokens": COUNT, "temperature": 0.0, **options}
+        if not streams:
+            whole = client.completions.create(**asked)
+            assert whole.usage is not None
+            return whole.choices[0].text, whole.choices[0].finish_reason, whole.usage.completion_tokens
+        parts = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        choices = [choice for part in parts for choice in part.choices]
+        assert parts[-1].usage is not None
+        text = "".join(choice.text for choice in choices)
+        return text, choices[-1].finish_reason, parts[-1].usage.completion_tokens
+
+    with openai.OpenAI(base_url=f"{server.openai}/v1", api_key="none", max_retries=0) as client:
+        text, _, count = answer("plain")
+        for place in (20, 61, 102):
+            stop = text[place : place + 9]
+            found = answer(model, stop=[stop])
+            assert found == answer("plain", stop=[stop])
+            assert found[:2] == (text[: text.index(stop)], "stop") and found[2] < count
+
+
+@pytest.mark.parametrize("model", SPECULATIVE)
 def test_drafts_are_counted(server: Server, drafted: Mapping[str, PerfMetrics], model: str) -> None:
     perf = drafted[model]
     assert 0 < perf.num_accepted_draft_tokens <= perf.num_draft_tokens

@@ -12,6 +12,7 @@ import pytest
 
 from support.models.peft_folders import write_peft
 from support.models.tiny_models import save_byte_llama
+from support.scheduler.always_drafts import always_drafts
 from support.scheduler.guesses import Guesses, put_proposer
 from tidewheel import LLM, Grammar, RequestOptions, SamplingParams
 from tidewheel.llm import GenerationResult
@@ -184,6 +185,22 @@ def test_drafts_with_adapters(folder: Path, tmp_path: Path) -> None:
             draft(llm, asks, expected, chance, filters=False)
             check_equal(answers(llm, asks), expected)
         check_drafts(llm, 0.3)
+
+
+@pytest.mark.parametrize("settings", [{"num_threads": 1}, {"num_threads": 2}, {"async_scheduling": True}], ids=str)
+def test_a_draft_model_beside_grammars_and_adapters(
+    folder: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    """Some rows have drafts of the draft model, others of their grammar, and others none."""
+    modules = {"a": str(write_peft(tmp_path / "a", folder, seed=1))}
+    settings = {**settings, "enable_lora": True, "lora_modules": json.dumps(modules), "max_num_seqs": 6}
+    asks = [*ASKS.values(), *(ask._replace(options=RequestOptions(lora_name="a")) for ask in ASKS.values())]
+    with load(folder, **settings) as llm:
+        expected = answers(llm, asks)
+    drafting = {"speculation": "draft_model", "draft_model": str(folder), "num_speculative_tokens": 3}
+    with always_drafts(), load(folder, **settings, **drafting) as llm:
+        check_equal(answers(llm, asks), expected)
+        assert llm.stats().num_accepted_draft_tokens > len(asks)
 
 
 def test_drafts_over_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

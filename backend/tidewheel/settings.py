@@ -177,10 +177,9 @@ def translate(settings: Mapping[str, object]) -> dict[str, object]:
         is_null = value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))
         if is_null and (name, value) != ("quantization", "none"):  # which makes floats of quantised weights
             continue
-        if name in NOT_OFFERED:
-            follows_model = name == "tokenizer_revision" and value == settings.get("revision")
-            if not follows_model:
-                _refuse(name, value)
+        follows_model = name == "tokenizer_revision" and value == settings.get("revision")
+        if name in NOT_OFFERED and not follows_model:
+            _refuse(name, value)
         if name in WITHOUT_EFFECT or name in NOT_OFFERED:
             without_effect.append(name)
             continue

@@ -131,8 +131,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return a snapshot; `busy_fraction` counts since the last snapshot."""
         now = self.clock()
-        then, busy = self._last_stats
-        self._last_stats = (now, self._step_seconds)
+        (then, busy), self._last_stats = self._last_stats, (now, self._step_seconds)
         stats = self.scheduler.stats()
         stats.step_seconds, stats.turn_wait_seconds = self._step_seconds, self.arbiter.waited_s
         stats.oldest_wait_by_class = self.scheduler.oldest_waits(now)
@@ -250,10 +249,9 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
     """Return a batch of some rows, without block copies: the blocks may hold other data by now."""
     dropped = set(batch.rows[~keep].tolist()) - set(batch.rows[keep].tolist())
     names = ("rows", "start_positions", "num_scheduled_tokens", "samples", "lora_slots", "draft_tokens")
-    columns = {name: column[keep] for name in names if len(column := getattr(batch, name))}
     return replace(
         batch,
-        **columns,
+        **{name: column[keep] for name in names if len(column := getattr(batch, name))},
         new_rows=tuple(new for new in batch.new_rows if new.row not in dropped),
         num_decodes=int(keep[: batch.num_decodes].sum()),
         num_tokens=int(batch.num_scheduled_tokens[keep].sum()),

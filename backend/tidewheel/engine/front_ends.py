@@ -103,14 +103,10 @@ class FrontEnds:
         """Return at most `limit` requests, in the order of their first sequences."""
         groups: dict[tuple[bytes, int], list[Request]] = {}
         for request in unfinished:
-            route = self._routes.get(request.request_id)
-            if route is None:  # of a lost front end
-                continue
-            groups.setdefault((route.front_end.identity, route.key), []).append(request)
-            if len(groups) > limit:
-                groups.popitem()
-                break
-        return [_row(group, self._routes[group[0].request_id].client_id, now) for group in groups.values()]
+            if (route := self._routes.get(request.request_id)) is not None:  # else of a lost front end
+                groups.setdefault((route.front_end.identity, route.key), []).append(request)
+        some = itertools.islice(groups.values(), limit)
+        return [_row(group, self._routes[group[0].request_id].client_id, now) for group in some]
 
     def siblings(self, request_id: str) -> list[str]:
         """Return ids of all unfinished sequences of the same request, highest index first."""
@@ -160,9 +156,8 @@ class FrontEnds:
             route = self._routes.get(request.request_id)
             if route is None:
                 continue
-            sampling = request.sampling
             is_single = request not in (*requests[max(index - 1, 0) : index], *requests[index + 1 : index + 2])
-            has_logprobs = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
+            has_logprobs = (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
             if not is_single:  # later tokens may not pass these
                 route = self._routes[request.request_id] = route._replace(in_columns=False)
             if not route.in_columns or request.bucket or has_logprobs:

@@ -43,8 +43,7 @@ class Eagle3Source(NamedTuple):
         """Return the head in a folder; `plan`, `beside`: of the target; None bytes: any fit. Raise `ConfigError`."""
         fields, tensors = read_config(folder), SafetensorsFolder(folder)
         sizes, target_layers = _parse(fields, target)
-        ids = _target_ids(fields, tensors, sizes.vocab_size)
-        found = cls(sizes, target_layers, ids, tensors, plan.dtype)
+        found = cls(sizes, target_layers, _target_ids(fields, tensors, sizes.vocab_size), tensors, plan.dtype)
         empty = Eagle3Head(found, max_model_len=1, device=torch.device("meta"))
         check_names(tensors, empty.shapes, (OFFSETS, INVERSE).__contains__, folder)
         if beside is not None:
@@ -126,9 +125,8 @@ class Eagle3Head:
         hidden, num_drafted, self.vocab_size = sizes.hidden_size, len(source.target_ids), sizes.vocab_size
         self.shape = ModelShape(1, sizes.num_kv_heads, sizes.head_dim, num_drafted, hidden, sizes.intermediate_size)
         self._eps, self._target_ids = sizes.rms_norm_eps, source.target_ids
-        self._table = None
-        if TABLE in source.tensors.tensors:
-            self._table = weights.table("embed_tokens", sizes.vocab_size, hidden)
+        has_table = TABLE in source.tensors.tensors
+        self._table = weights.table("embed_tokens", sizes.vocab_size, hidden) if has_table else None
         weights.tensor("fc", hidden, NUM_STATES * hidden)
         self._layer = Eagle3Layer(sizes, weights, cos_sin_table(sizes.rope, sizes.head_dim, max_model_len, device))
         self._norm = weights.tensor("norm", hidden)
@@ -153,9 +151,8 @@ class Eagle3Head:
         self._follow = partial(target.add_taps, taps)
 
     def allocate(self, kv: KVTensors) -> None:
-        num_slots = len(kv.blocks) * self._layout.block_size
         self.kv_layers = KVTensors(self._layout, len(kv.blocks), kv.device).layers
-        size = (num_slots + 1, self.shape.hidden_size)  # the last row is for padding
+        size = (len(kv.blocks) * self._layout.block_size + 1, self.shape.hidden_size)  # the last row is for padding
         self._states = empty_slots(size, self._layout.dtype, kv.device)
         self._outputs = self._states[:0]  # [S, hidden_size] of the last step
         self._follow()

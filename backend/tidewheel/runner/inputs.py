@@ -110,23 +110,23 @@ class RowTable:
         """Update the host tables; return arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         self._blocks[places] = batch.block_ids
+        if self._tokens is None and not (batch.new_rows or len(batch.block_rows) or len(batch.draft_tokens)):
+            return ()
+        known = np.flatnonzero(batch.draft_tokens >= 0)
+        rows, positions, drafts = batch.rows[known], batch.start_positions[known], batch.draft_tokens[known]
         if self._tokens is not None:
             for new in batch.new_rows:
                 self._tokens[new.row, : len(new.token_ids)] = new.token_ids
-            self._tokens[*_draft_places(batch)] = batch.draft_tokens[batch.draft_tokens >= 0]
+            self._tokens[rows, positions] = drafts
             return ()
-        if not batch.new_rows and not len(batch.block_rows) and not len(batch.draft_tokens):
-            return ()
-        flat = batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices
         prompts = [new.token_ids for new in batch.new_rows]
-        draft_rows, positions = _draft_places(batch)
         # Read back: duplicate indices get one value in any order of writes.
         return (
-            flat,
+            batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices,
             self._blocks[places],
             np.concatenate(prompts) if prompts else no_ids(),
-            draft_rows.astype(np.int64) * self._width + positions,
-            batch.draft_tokens[batch.draft_tokens >= 0],
+            rows.astype(np.int64) * self._width + positions,
+            drafts,
         )
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
@@ -220,14 +220,6 @@ class RowTable:
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store sampled tokens; a negative id, whose request fails, as 0."""
         self._flat_tokens.index_copy_(0, indices, token_ids.clamp(min=0).int())
-
-
-def _draft_places(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:
-    """Return rows and positions of known drafts [d]."""
-    if not len(batch.draft_tokens):
-        return no_ids(), no_ids()
-    is_draft = batch.draft_tokens >= 0
-    return batch.rows[is_draft], batch.start_positions[is_draft]
 
 
 def share_memory(groups: Groups) -> DeviceArrays:

@@ -147,11 +147,9 @@ def allocate_cache(
     budget = cache_budget(config, layout, parts.info.max_model_len, needs, device, parts.claim)
     is_automatic = config.max_model_len == "auto"
     size = decide_size(config.num_blocks, budget, layout, parts.info.max_model_len, may_shorten=is_automatic)
-    if parts.shard.num_ranks > 1:
-        counts = size.num_blocks, size.max_model_len, num_host_blocks
-        num_blocks, max_model_len, num_host_blocks = parts.shard.least(counts, device)
-        size = size._replace(num_blocks=num_blocks, max_model_len=max_model_len)
-    kv, num_bytes = _allocate(layout, size.num_blocks, device, budget), size.num_blocks * layout.all_block_bytes
+    counts = size.num_blocks, size.max_model_len, num_host_blocks
+    num_blocks, max_model_len, num_host_blocks = parts.shard.least(counts, device)
+    kv, num_bytes = _allocate(layout, num_blocks, device, budget), num_blocks * layout.all_block_bytes
     try:
         cache = BlockTransfers(kv, HostBlocks(kv, num_host_blocks) if num_host_blocks else None)
     except RuntimeError as error:
@@ -161,7 +159,7 @@ def allocate_cache(
     if parts.claim is not None:
         parts.claim.take(num_bytes)
     info = msgspec.structs.replace(
-        parts.info, num_blocks=size.num_blocks, max_model_len=size.max_model_len, cache_source=size.source,
+        parts.info, num_blocks=num_blocks, max_model_len=max_model_len, cache_source=size.source,
         shortened=size.shortened, activation_bytes=activation_bytes, kv_cache_bytes=num_bytes,
         num_host_blocks=num_host_blocks, swap_seconds_per_block=cache.seconds_per_block(),
     )  # fmt: skip
@@ -238,11 +236,10 @@ def gpu_budget(config: EngineConfig, needs: Mapping[str, int], device: torch.dev
     if (share := config.device_memory_share) is not None:
         return limited_budget(share, total, own + coming, free - coming, is_of_gpu=True)
     fraction, taken = config.gpu_memory_utilization, total - free
-    others = taken - own
     needed = " and ".join(f"{name} need {size // MIB}" for name, size in needs.items())
     source = (
-        f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {others // MIB} of them "
-        f"by CUDA itself and other programs, and {needed})"
+        f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {(taken - own) // MIB} "
+        f"of them by CUDA itself and other programs, and {needed})"
     )
     allowed = left_of_utilization(fraction, total, taken, coming)
     return MemoryBudget(allowed, source, "gpu_memory_utilization", total, fraction)

@@ -58,10 +58,9 @@ class StepPlanner:
             self._plan_drafts(speculation)
         if plan.has_decodes_alone:
             state.turned_away = len(state.requests), state.columns.num_running
-        num_grown = len(plan.growing_rows)
         self._grow()
         state.blocked = self._blocked and self._blocked._replace(
-            num_needed=self._blocked.num_needed - num_grown, num_free=state.kv.num_free_blocks
+            num_needed=self._blocked.num_needed - len(plan.growing_rows), num_free=state.kv.num_free_blocks
         )
         return plan
 
@@ -108,17 +107,16 @@ class StepPlanner:
 
     def _plan_decodes(self, rows: RowArray, starts: Int32Array) -> None:
         state, plan, columns = self._state, self._plan, self._state.columns
-        num_late = 0
+        plan.num_sitting_out = 0
         if plan.limits.max_decodes is not None and len(rows) > plan.limits.max_decodes:
-            rows, starts, num_late = self._most_urgent(rows, starts, plan.limits.max_decodes)
+            rows, starts, plan.num_sitting_out = self._most_urgent(rows, starts, plan.limits.max_decodes)
         full = starts >= columns.num_slots.take(rows)
         if np.count_nonzero(full) > state.kv.num_free_blocks:
             plan.is_scarce = True
             sitting_out = free_blocks_to_grow(state, rows[full], self._now)
-            num_late += len(sitting_out)
+            plan.num_sitting_out += len(sitting_out)
             stays = columns.running[rows] & ~np.isin(rows, sitting_out)
             rows, starts, full = rows[stays], starts[stays], full[stays]
-        plan.num_sitting_out = num_late
         plan.set_decodes(rows, starts, full)
 
     def _most_urgent(self, rows: RowArray, starts: Int32Array, most: int) -> tuple[RowArray, Int32Array, int]:
@@ -187,17 +185,15 @@ class StepPlanner:
         bucket, turn = self._plan.bucket, self._plan.turn
         if turn is not None:
             candidates = self._in_turn(candidates, turn)
-        waiting: Iterator[Request] = (
-            request
-            for request in candidates
-            if request.request_id not in self._skipped and bucket in (None, request.bucket)
+        candidates = (
+            one for one in candidates if one.request_id not in self._skipped and bucket in (None, one.bucket)
         )
         if state.loras.waiting:
-            waiting = state.loras.admissible(waiting)
+            candidates = state.loras.admissible(candidates)
         if self._by_cache and self._num_free_rows() > 0:
             before = self._now - state.config.ageing_s
-            return next_in_line(waiting, self._num_cached_tokens, before=before, by_tenant=state.policy.by_tenant)
-        return next(waiting, None)
+            return next_in_line(candidates, self._num_cached_tokens, before=before, by_tenant=state.policy.by_tenant)
+        return next(candidates, None)
 
     def _num_cached_tokens(self, request: Request) -> int:
         count = self._cached.get(request.request_id)

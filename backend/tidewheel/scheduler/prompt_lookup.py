@@ -8,7 +8,7 @@ in the table only loses a match.
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray
+from tidewheel.batch import Int32Array, Int64Array, RowArray
 from tidewheel.scheduler.speculation import Proposals, Proposer
 
 _WINDOW = 16  # tokens before an end that are seen at once
@@ -67,7 +67,8 @@ class PromptLookup(Proposer):
         is_later = rows[1:] == rows[:-1]  # token of the same row as the one before
         has_later = is_later.any()
         if has_later:
-            ends += _ranks(is_later)
+            numbers = np.arange(1, len(rows))
+            ends[1:] += numbers - np.maximum.accumulate(np.where(is_later, 0, numbers))  # tokens of the row before it
         self._tokens[ends + _WINDOW] = token_ids
         slots = self._slots_of(self._suffixes[ends + 1], rows)
         if has_later:
@@ -77,9 +78,8 @@ class PromptLookup(Proposer):
         self._slots[rows] = slots
         self._ends[rows] = ends + 1
         is_full = ends >= self._full_ends.take(rows)
-        if is_full.any():
-            for row in set(rows[is_full].tolist()):
-                self._index(row)
+        for row in set(rows[is_full].tolist()):
+            self._index(row)
 
     def propose(self, rows: RowArray) -> Proposals:
         ends = self._ends.take(rows)
@@ -113,15 +113,6 @@ class PromptLookup(Proposer):
             ends = np.arange(start, min(start + _INDEX_STEP, end))
             self._table[self._slots_of(self._suffixes[ends[0] : ends[-1] + 1], row)] = ends[:, None]
         self._slots[row] = self._slots_of(self._suffixes[end], row)
-
-
-def _ranks(is_later: BoolArray) -> Int64Array:
-    """Return each token's number among the adjacent tokens of its row."""
-    numbers = np.arange(len(is_later) + 1)
-    firsts = numbers.copy()
-    firsts[1:][is_later] = 0
-    ranks: Int64Array = numbers - np.maximum.accumulate(firsts)
-    return ranks
 
 
 def _num_slots(num_tokens: int) -> int:

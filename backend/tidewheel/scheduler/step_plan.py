@@ -114,10 +114,7 @@ class StepPlan:
         self.num_joined = 0
         self.encoder_tokens = 0  # of the requests that entered
         self.started: list[Request] = []
-        self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
-        self.decode_starts = _ids([])
-        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)
-        self.growing_starts = _ids([])
+        self.set_decodes(np.empty(0, dtype=np.intp), _ids([]), np.empty(0, dtype=np.bool_))
         self.num_sitting_out = 0
         self.is_scarce = False  # only CRITICAL requests enter
         self._draft_tokens = _ids([])
@@ -180,13 +177,12 @@ class StepPlan:
         most = end - start if self.bucket else self.limits.max_chunk_tokens
         if scores:
             most = min(most, max(self._num_scores_left, 1))
+            self._num_scores_left -= min(end - start, most)
         num_tokens = min(end - start, most)
         if end - start > self.token_budget <= most and not self.bucket:
             num_tokens = (self.token_budget + 1) // 2
             level = level if self._cut is None else min(level, self._cut.level)
             self._cut = SplitChunk(len(self._chunks), end - start, level, most)
-        if scores:
-            self._num_scores_left -= min(end - start, most)
         self._chunks.append(StepChunk(row, start, num_tokens, start + num_tokens == end))
         self.token_budget -= num_tokens
 

@@ -73,15 +73,10 @@ class EngineReplica:
         self._in_flight: deque[tuple[ScheduledBatch, float]] = deque()  # batch, end
         self._device_free = 0.0
         self._completes = False  # the turn begins with the oldest batch's end
-        if scheduler.max_drafts:
+        if most := scheduler.max_drafts:
             assert cost.draft_acceptance is not None
             drafts = SimulatedDrafts(
-                num_rows,
-                scheduler.max_drafts,
-                cost.draft_acceptance,
-                self._tokens_at,
-                is_free=has_free_drafts,
-                seed=number,
+                num_rows, most, cost.draft_acceptance, self._tokens_at, is_free=has_free_drafts, seed=number
             )
             scheduler.use_proposer(drafts)
 

@@ -5,7 +5,7 @@ and sampling state; a batch carries only changes.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,14 @@ class ScheduledBatch:
     lora_loads: tuple[LoraLoad, ...] = ()  # before the forward pass
     draft_tokens: Int32Array = field(default_factory=no_ids)  # [n] input, `TO_DRAFT` or `NO_DRAFT`; empty: no drafts
 
+    @classmethod
+    def of(
+        cls, rows: Int32Array, starts: Int32Array, counts: Int32Array, samples: BoolArray, **columns: Any
+    ) -> "ScheduledBatch":
+        """Return a step that no scheduler planned. Its first chunks of one token are decodes."""
+        num_decodes = int(np.cumprod(counts == 1).sum())
+        return cls(0, rows, starts, counts, samples, num_decodes, int(counts.sum()), **columns)
+
 
 class RowError(Exception):
     """Failure of one row's parameters at a launch; the step may be repeated without the row."""
@@ -108,6 +116,7 @@ class SampledTokens:
     pooled: dict[int, Float32Array] | None = None  # [hidden_size] of the chunk, by index
     launch: Launch = "eager"
     draft_tokens: Int32Array | None = None  # [n] of a batch with `TO_DRAFT`: what the runner drafted
+    has_caught_up: bool = False  # a draft model also read many tokens that it lacked
 
 
 def accepted(draft_tokens: Int32Array, token_ids: Int32Array) -> BoolArray:

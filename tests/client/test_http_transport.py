@@ -223,10 +223,12 @@ def test_closing_the_client_wakes_a_reader(triton: FakeHttpTriton) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(next, stream)
-        wait_for(is_read, 60, "the read")
-        client.close()
-        assert isinstance(reading.exception(60), tc.RequestError)
-    release.set()
+        try:
+            wait_for(is_read, 60, "the read")
+            client.close()
+            assert isinstance(reading.exception(60), tc.RequestError)
+        finally:
+            release.set()
 
 
 def test_an_answer_of_something_else(client: Client, triton: FakeHttpTriton) -> None:

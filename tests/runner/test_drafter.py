@@ -21,7 +21,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models import loader
 from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.request import Request
-from tidewheel.runner.drafter import MOST_AS_DECODES, DecoderDraft, Drafter
+from tidewheel.runner.drafter import IDLE_STEPS, MOST_AS_DECODES, DecoderDraft, Drafter
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.model_runner import ModelRunner
@@ -222,10 +222,10 @@ def test_rows_that_share_a_prefix_compute_it_once(
     loop = loop_of(runner)
     counts = num_drafted_tokens(runner, monkeypatch)
     check_own(loop, plain, first)
-    assert counts[0] == 48 + 7 + 1
+    assert counts[:2] == [48 + 7, 1], "the prompt is read beside the serving model"
     counts.clear()
     check_own(loop, plain, second)
-    assert counts[0] == 7 + 1
+    assert counts[:2] == [7, 1]
     counts.clear()
     group = requests(second)
     group.append(request("fork", second[0], NUM_TOKENS, leader=group[0]))
@@ -237,20 +237,24 @@ def test_rows_that_share_a_prefix_compute_it_once(
 def test_a_long_prompt_is_drafted_for_once_the_draft_model_has_it(
     model: Path, plain: ModelRunner, budget: int
 ) -> None:
-    """Catching up takes at most 64 tokens of a step, or max_num_batched_tokens; until then a row gets no drafts."""
+    """After steps without drafts it was not read, and catching up is cut; rows that lack little need not wait."""
     runner = ModelRunner.load(drafted_by(model, model, max_num_batched_tokens=budget))
-    loop, given = loop_of(runner, token_budget=budget), prompts(2, 100, 120)
-    run, missing = runner.run, []
+    runner._drafter._num_idle_steps = IDLE_STEPS
+    loop, given = loop_of(runner, token_budget=budget), [*prompts(2, 100, 120), *prompts(1, 6, 6)]
+    run, waiting, catching_up, drafted = runner.run, [], [], []
 
     def seen(batch: ScheduledBatch) -> SampledTokens:
         sampled = run(batch)
         if sampled.draft_tokens is not None:
-            missing.append(int((sampled.draft_tokens == NOT_DRAFTED).sum()))
+            waiting.append(set(batch.rows[sampled.draft_tokens == NOT_DRAFTED].tolist()))
+            drafted.append(set(batch.rows[sampled.draft_tokens >= 0].tolist()))
+            catching_up.append(sampled.has_caught_up)
         return sampled
 
     runner.run = seen
     check_own(loop, plain, given)
-    assert missing[0] > 0 and missing[-1] == 0
+    assert waiting[0] == {0, 1} and not waiting[-1] and catching_up[0] and not catching_up[-1]
+    assert set.union(*drafted) == {0, 1, 2} and all(2 not in rows for rows in waiting)
 
 
 @pytest.mark.usefixtures("one_rounding")
@@ -285,7 +289,7 @@ def test_a_warm_up_drafts_for_a_row_that_the_draft_model_lacks_and_for_one_that_
     computed = num_drafted_tokens(runner, monkeypatch)
     for batch in warm_up_batches(runner.info, drafts=True):
         runner.run(batch)
-    assert computed[0] > MOST_AS_DECODES and computed[-3:] == [1, 1, 1]
+    assert computed[0] > MOST_AS_DECODES and computed[-4:] == [9, 1, 1, 1]
 
 
 def test_the_budget_counts_the_cache_and_the_weights_of_a_draft_model(model: Path, other: Path) -> None:

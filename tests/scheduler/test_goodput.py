@@ -169,8 +169,7 @@ def learned(table: Table, num_rows: int, rate: Sequence[float], *, most: int = 8
     """Return a choice for rows with so many accepted of 100 drafts each, of kind 3."""
     chooser = Goodput(num_rows, most, table, explores=explores)
     rows, kinds, ones = np.arange(num_rows), np.full(num_rows, 3, np.int32), np.ones(num_rows, np.int32)
-    for row in range(num_rows):
-        chooser.enter(row, 2)
+    chooser.classes[:] = 2
     random = np.random.default_rng(1)
     for _ in range(100):
         chooser.observe_drafts(rows, kinds, ones, (random.random(num_rows) < np.array(rate)).astype(np.int32))
@@ -223,7 +222,7 @@ class TestChoice:
 
     def test_one_of_many_classes_is_chosen_without_the_drafts_of_lower_ones(self) -> None:
         chooser = learned(CPU, 4, [0.95] * 4)
-        chooser.enter(3, 3)
+        chooser.classes[3] = 3
         chooser.balances[:3] = -0.5  # a lower class may not add to that
         chosen = choose(chooser, 4)
         assert chosen[:3].all()
@@ -295,7 +294,7 @@ class Life:
         self.random = np.random.default_rng(seed)
         self.num_rows, self.table, self.noise = num_rows, table, noise
         self.chooser = Goodput(num_rows, 8, table, explores=bool(seed % 2))
-        self.classes = np.zeros(num_rows, np.int64)
+        self.classes = self.chooser.classes
         self.overhead = float(self.random.uniform(1.0, 1.5)) if noise else 1.0
         self.num_with_drafts = 0
         for row in range(num_rows):
@@ -303,7 +302,7 @@ class Life:
 
     def enter(self, row: int) -> None:
         self.classes[row] = self.random.integers(1, 5)
-        self.chooser.enter(row, int(self.classes[row]))
+        self.chooser.enter(row)
 
     def step(self) -> None:
         chooser, random = self.chooser, self.random
@@ -408,9 +407,9 @@ def test_the_class_of_a_row_follows_that_of_a_running_request() -> None:
 def test_the_class_of_a_row_is_that_of_the_request_in_it() -> None:
     chooser = learned(CPU, 2, [0.95, 0.0])
     rows, counts, kinds = np.arange(2), ints(8, 0), ints(3, 3)
-    chooser.enter(1, 1)
+    chooser.classes[1] = 1
     assert not chooser.choose(rows, counts, kinds, 8).any()  # a higher class beside it has nothing to give
-    chooser.enter(1, 2)
+    chooser.classes[1] = 2
     assert chooser.choose(rows, counts, kinds, 8)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -212,63 +213,62 @@ def test_a_step_that_memory_does_not_suffice_for_runs_without_its_drafts(monkeyp
     monkeypatch.setattr(QueueingRunner, "launch", launch)
     engine = ModelledEngine(FLAT, 2, ChanceDrafts(1.0, [1.0, 1.0], seed=1))
     assert engine.run(64).shape == (2, 64)  # no request ended before
-    assert failed
+    assert 0 < len(failed) < 16, "drafts that cost two attempts do not pay"
     stats = engine.scheduler.stats()
     assert stats.num_drafts == stats.num_accepted_draft_tokens == 0
 
 
 SMALL_CPU = [(1, 0.06), (2, 0.066), (4, 0.08), (8, 0.11), (16, 0.2), (600, 6.0)]
-CATCH_UP_S, MOST_CAUGHT_UP = 0.009, 64  # of a draft model: seconds of a token that it lacks, tokens of a step
+CATCH_UP_S = 0.009  # of a draft model, for a token that it lacks
+MOST_CAUGHT_UP, FEW = 16, 16  # tokens that it lacks: of a step, and not cut
 
 
 class DraftingRunner(QueueingRunner):
-    """Runner whose draft model first computes what it lacks of a row. Its drafts are right if `is_right`."""
+    """Runner with a draft model that has read no prompt. Its drafts are right if `is_right`."""
 
     def __init__(self, clock: ModelledClock, table: Table, *, is_right: bool) -> None:
         super().__init__(clock, table)
         self._is_right = is_right
         self._num_cached = np.zeros(64, dtype=np.int64)
-        self.longest = 0.0  # step with drafts
 
     def launch(self, batch: ScheduledBatch) -> QueuedStep:
         self._num_cached[[new.row for new in batch.new_rows]] = 0
-        began, step = self._clock.now, super().launch(batch)
+        step = super().launch(batch)
         if not len(batch.draft_tokens):
             return step
         drafts, left = batch.draft_tokens.copy(), MOST_CAUGHT_UP
         for row in np.unique(batch.rows[drafts == TO_DRAFT]):
             entries = np.flatnonzero((batch.rows == row) & (drafts == TO_DRAFT))
             missing = int(batch.start_positions[entries[0]] - self._num_cached[row])
-            done = min(missing, left)
-            left, self._free_at = left - done, self._free_at + CATCH_UP_S * done
+            done = missing if missing <= FEW else min(missing, left)
+            left -= done * (missing > FEW)
+            self._free_at += CATCH_UP_S * done
             self._num_cached[row] += done
             known = answer(batch.rows[entries], batch.start_positions[entries])
             drafts[entries] = known + (not self._is_right) if done == missing else NOT_DRAFTED
-        sampled = dataclasses.replace(step.sampled, draft_tokens=drafts)
-        self.longest = max(self.longest, self._free_at - began)
+        sampled = dataclasses.replace(step.sampled, draft_tokens=drafts, has_caught_up=left < MOST_CAUGHT_UP)
         return step._replace(sampled=sampled, ends_at=self._free_at)
 
 
-def drafting(num_rows: int, *, is_right: bool) -> tuple[ModelledEngine, DraftingRunner]:
-    made: list[DraftingRunner] = []
-
-    def make(clock: ModelledClock, table: Table) -> DraftingRunner:
-        made.append(DraftingRunner(clock, table, is_right=is_right))
-        return made[0]
-
-    return ModelledEngine(SMALL_CPU, num_rows, RunnerDrafts(MOST), runner=make, max_inflight_steps=1), made[0]
+def drafting(num_rows: int, *, is_right: bool) -> ModelledEngine:
+    runner = partial(DraftingRunner, is_right=is_right)
+    return ModelledEngine(SMALL_CPU, num_rows, RunnerDrafts(MOST), runner=runner, max_inflight_steps=1)
 
 
-@pytest.mark.parametrize(("is_right", "most"), [(True, 0.95), (False, 1.05)])
-def test_a_draft_model_catches_up_with_a_long_prompt_bit_by_bit(is_right: bool, most: float) -> None:
-    engine, runner = drafting(1, is_right=is_right)
-    expected = ModelledEngine(SMALL_CPU, 1, max_inflight_steps=1).run(200, prompt=600)[0, -1]
-    seconds = [engine.run(200, prompt=600)[0, -1] for _ in range(4)]
-    assert max(seconds[1:]) < most * expected, "the first one learns"
-    assert runner.longest < seconds_of(SMALL_CPU, 1 + MOST) + MOST_CAUGHT_UP * CATCH_UP_S + 2 * LAUNCH_S
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_catching_up_with_long_contexts_makes_no_request_late(num_rows: int, is_right: bool) -> None:
+    plain, engine = ModelledEngine(SMALL_CPU, num_rows, max_inflight_steps=1), drafting(num_rows, is_right=is_right)
+    num_tokens, prompt = 200, 600
+    expected = plain.run(num_tokens, prompt)
+    runs = np.stack([engine.run(num_tokens, prompt) for _ in range(4)])
+    step = (expected[0, -1] - expected[0, 0]) / (num_tokens - 1)
+    late = (runs - expected) / step - SLACK * np.arange(num_tokens)
+    assert late.max() < SLACK_TOKENS + CREDIT + MOST_CAUGHT_UP * CATCH_UP_S / step
 
 
-def test_catching_up_is_not_taken_for_the_cost_of_drafts() -> None:
-    engine, _ = drafting(1, is_right=True)
-    expected = ModelledEngine(SMALL_CPU, 1, max_inflight_steps=1).run(400)[0, -1]
-    assert max(engine.run(400)[0, -1] for _ in range(3)) < 0.45 * expected
+def test_reading_is_not_taken_for_the_cost_of_drafts() -> None:
+    engine = drafting(1, is_right=True)
+    engine.run(200, prompt=600)
+    cost = engine.goodput.cost
+    assert cost.ratios(1, np.array([1], np.int32), 1)[0] == pytest.approx(seconds_of(SMALL_CPU, 2) / 0.06, rel=0.05)

@@ -1,8 +1,8 @@
 """Tokens that a model drafts on the device, before the step's forward pass verifies them, and models that draft.
 
-A draft model computes what it lacks of a row's tokens when the row wants drafts, and nothing in other steps. Its
-keys and values lie in the blocks of the serving model, where a slot counts as cached until the serving model computes
-another token there. So rows that share blocks, or return to them, share the work.
+A draft model reads prompts after the serving model while drafts are in use, and computes what else it lacks of a
+row's tokens when the row wants drafts. Its keys and values lie in the blocks of the serving model, where a slot
+counts as cached until the serving model computes another token there. So rows that share blocks share the work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,9 @@ from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, cache_layout
 
 # Chunks of at most so many tokens in all are computed as decodes: on a CPU in one call of all layers.
 MOST_AS_DECODES = 16
-MOST_CAUGHT_UP = {"cpu": 64, "cuda": 2048}  # tokens that a step computes of those that drafts lack: all rows wait
+# Tokens of a step, of rows that lack more than `MOST_AS_DECODES`: all rows wait for them.
+MOST_CAUGHT_UP = {"cpu": MOST_AS_DECODES, "cuda": 2048}
+IDLE_STEPS = 256  # without drafts, after which prompts are not read
 
 FolderT = TypeVar("FolderT")
 _REMEDY = "drafts are token ids, so take a model with the same tokenizer"
@@ -62,6 +64,7 @@ class DraftModel(Protocol):
 class DraftedTokens(NamedTuple):
     entries: Int64Array  # [D] indices into the batch
     token_ids: torch.Tensor  # [D] int64, on the device
+    has_caught_up: bool = False  # with a row that lacked many tokens
 
 
 class _Round(NamedTuple):
@@ -93,7 +96,8 @@ class Drafter:
             message = f"the draft's KV cache of {len(kv.blocks)} blocks cannot be allocated"
             raise ConfigError(f"{message}: lower num_blocks, kv_cache_memory_mb or gpu_memory_utilization") from error
         self._model, self._rows, self._sender, self._has_cache = model, rows, sender, model.block_bytes > 0
-        self._most_tokens = min(info.max_num_batched_tokens, MOST_CAUGHT_UP[kv.device.type])
+        self._num_idle_steps = 0
+        self._most_tokens, self._most_caught_up = info.max_num_batched_tokens, MOST_CAUGHT_UP[kv.device.type]
         self._num_cached = np.zeros(info.max_num_seqs, dtype=np.int32)  # leading tokens of each row
         self._is_cached = np.zeros((len(kv.blocks), info.block_size), dtype=np.bool_)
 
@@ -101,9 +105,24 @@ class Drafter:
         """Make the drafts of a batch, if it wants any. Return them, and the changes that are left to apply."""
         if self._has_cache:
             self._follow(batch, host)
+        self._num_idle_steps += 1
         if not (batch.draft_tokens == TO_DRAFT).any():
             return None, changes
+        self._num_idle_steps = 0
         return self._draft(batch, changes), ()
+
+    def read_prompts(self, batch: ScheduledBatch) -> None:
+        """Compute what the serving model has computed of prompts, for rows that lack nothing before it."""
+        if batch.num_tokens == batch.num_decodes or not self._has_cache or self._num_idle_steps > IDLE_STEPS:
+            return
+        starts = np.maximum(batch.start_positions - self._model.shift, 0)
+        counts = batch.start_positions + batch.num_scheduled_tokens - self._model.shift - starts
+        is_read = (batch.num_scheduled_tokens > 1) & (counts > 0) & (self._num_cached[batch.rows] == starts)
+        if is_read.any():
+            samples = np.zeros(np.count_nonzero(is_read), dtype=np.bool_)
+            self._computed(
+                ScheduledBatch.of(batch.rows[is_read], starts[is_read], counts[is_read], samples), is_first=True
+            )
 
     def _follow(self, batch: ScheduledBatch, host: HostInputs) -> None:
         """Note the slots that a step of the serving model rewrites, and what is cached of new rows."""
@@ -129,7 +148,10 @@ class Drafter:
         if self._has_cache:
             starts = np.minimum(self._num_cached[wanted.rows], starts)
         num_missing = ends - starts
-        counts = np.clip(self._most_tokens - (np.cumsum(num_missing) - num_missing), 0, num_missing)
+        lags = np.where(num_missing > MOST_AS_DECODES, num_missing, 0)
+        parts = np.clip(self._most_caught_up - (np.cumsum(lags) - lags), 0, lags)
+        counts = np.where(lags, parts, num_missing)
+        counts = np.clip(self._most_tokens - (np.cumsum(counts) - counts), 0, counts)
         if not counts.any():  # `shift` leaves nothing of one token
             return DraftedTokens(wanted.entries[:0], torch.empty(0, dtype=torch.int64))
         is_complete = (counts == num_missing) & (counts > 0)
@@ -141,8 +163,8 @@ class Drafter:
             ones = np.ones(len(wanted.rows), dtype=np.int32)
             starts = wanted.num_known + np.int32(index - 1 - self._model.shift)
             entries.append(wanted.entries + index)
-            tokens.append(self._computed(_step(wanted.rows, starts, ones, ones > 0), is_first=False))
-        return DraftedTokens(np.concatenate(entries), torch.cat(tokens))
+            tokens.append(self._computed(ScheduledBatch.of(wanted.rows, starts, ones, ones > 0), is_first=False))
+        return DraftedTokens(np.concatenate(entries), torch.cat(tokens), bool(parts.any()))
 
     def _computed(self, step: ScheduledBatch, *, is_first: bool) -> torch.Tensor:
         """Return the next tokens [S] int64 of a step's rows, which are also stored."""
@@ -165,16 +187,11 @@ def _catch_up(rows: Int32Array, starts: Int32Array, counts: Int32Array, samples:
     """Return a step of chunks, some of them empty, or of all their tokens one by one if they are few."""
     if int(counts.sum()) > MOST_AS_DECODES:
         some = counts > 0
-        return _step(rows[some], starts[some], counts[some], samples[some])
+        return ScheduledBatch.of(rows[some], starts[some], counts[some], samples[some])
     owners = np.repeat(np.arange(len(rows)), counts)
     offsets = (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]).astype(np.int32)
     is_last = samples[owners] & (offsets + 1 == counts[owners])
-    return _step(rows[owners], starts[owners] + offsets, np.ones(len(owners), dtype=np.int32), is_last)
-
-
-def _step(rows: Int32Array, starts: Int32Array, counts: Int32Array, samples: BoolArray) -> ScheduledBatch:
-    num_decodes = int(np.cumprod(counts == 1).sum())
-    return ScheduledBatch(0, rows, starts, counts, samples, num_decodes, int(counts.sum()))
+    return ScheduledBatch.of(rows[owners], starts[owners] + offsets, np.ones(len(owners), dtype=np.int32), is_last)
 
 
 class DecoderDraft:

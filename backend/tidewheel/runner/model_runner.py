@@ -172,8 +172,7 @@ class ModelRunner:
             run(StepSize(1, min(2, parts.info.max_model_len)))
             return max(estimated(layout.shape), of_drafts), 0
         runner, activation_bytes = measured_activation_bytes(run, largest, device, parts.shard.num_ranks)
-        some = GraphSizes(*(part[-NUM_TRIAL_GRAPHS:] for part in sizes))
-        taken = runner.capture(some, no_progress)
+        taken = runner.capture(GraphSizes(*(part[-NUM_TRIAL_GRAPHS:] for part in sizes)), no_progress)
         counts = [len(runner._graphs_of) * len(part) for part in sizes]
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, counts, strict=True))
         return max(activation_bytes, of_drafts), graph_bytes
@@ -272,6 +271,8 @@ class ModelRunner:
         else:
             sampled, launch = self._computed(batch, host, plan, changes, graphs)
         pending = PendingStep(batch, plan, sampled, self._accelerator, launch, drafts)
+        if self._drafter is not None:
+            self._drafter.read_prompts(batch)
         if plan.masks is not None:
             self._sampling.grammars.sampled(plan.masks, batch, pending.wait)
         return pending

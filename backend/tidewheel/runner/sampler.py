@@ -178,11 +178,14 @@ class PendingStep:
             prompt_logprobs = {index: list(itertools.islice(scored, count)) for index, count in counts}
         if sampled.pooled is not None and plan.pooling is not None:
             pooled = dict(zip(plan.pooling.batch_indices.tolist(), sampled.pooled.numpy(), strict=True))
-        draft_tokens = None
+        draft_tokens, has_caught_up = None, False
         if self.drafts is not None:
+            has_caught_up = self.drafts.has_caught_up
             draft_tokens = np.where(batch.draft_tokens == TO_DRAFT, NOT_DRAFTED, batch.draft_tokens)
             draft_tokens[self.drafts.entries] = self.drafts.token_ids.numpy()
-        return SampledTokens(batch.step_id, token_ids, logprobs, prompt_logprobs, pooled, self.launch, draft_tokens)
+        return SampledTokens(
+            batch.step_id, token_ids, logprobs, prompt_logprobs, pooled, self.launch, draft_tokens, has_caught_up
+        )
 
 
 def _host_copies(outputs: Any, accelerator: CudaAccelerator) -> Any:

@@ -138,12 +138,11 @@ def warm_up_batches(info: RunnerInfo, *, drafts: bool = False) -> Iterator[Sched
     yield demanding_batch(largest_step(info), info.block_size)
     longest = min(info.max_num_batched_tokens, info.max_model_len)
     prefills = [[WarmUpRow(0, count, GREEDY)] for count in _sizes(longest)]
-    steps = [*_decodes(info), *prefills, *_mixed(info), *_sampled()]
-    for step_id, rows in enumerate(steps, 1):
-        yield _batch(step_id, rows, info.block_size)
-    yield from _moved(1 + len(steps), info)
-    if drafts and (batch := _decode_batch(info, 3, 1, TO_DRAFT)) is not None:
-        yield from (batch, *[_again(batch)] * 3)  # in the last, the draft model has all tokens
+    for rows in (*_decodes(info), *prefills, *_mixed(info), *_sampled()):
+        yield _batch(rows, info.block_size)
+    yield from _moved(info)
+    if drafts and (batch := _decode_batch(info, 3, 1, TO_DRAFT, context=8)) is not None:
+        yield from (batch, _again(batch))  # the second time, the draft model has all tokens
 
 
 def measure_decodes(
@@ -178,15 +177,17 @@ def _again(batch: ScheduledBatch) -> ScheduledBatch:
     return dataclasses.replace(batch, new_rows=(), block_rows=no_ids(), block_indices=no_ids(), block_ids=no_ids())
 
 
-def _decode_batch(info: RunnerInfo, num_entries: int, num_rows: int, draft: int = 0) -> ScheduledBatch | None:
+def _decode_batch(
+    info: RunnerInfo, num_entries: int, num_rows: int, draft: int = 0, *, context: int = MEASURED_CONTEXT
+) -> ScheduledBatch | None:
     """Return a step of that many decodes, with drafts if there are fewer rows; None if the context is too short."""
     rows = np.arange(num_entries, dtype=np.int32) * num_rows // num_entries
     places = np.arange(num_entries, dtype=np.int32) - np.searchsorted(rows, rows).astype(np.int32)
     most = int(places.max()) + 1
-    context = min(MEASURED_CONTEXT, min(info.max_model_len, info.num_blocks * info.block_size) - most)
+    context = min(context, min(info.max_model_len, info.num_blocks * info.block_size) - most)
     if context < 0:
         return None
-    known = _batch(0, [WarmUpRow(context, most, GREEDY)] * num_rows, info.block_size)
+    known = _batch([WarmUpRow(context, most, GREEDY)] * num_rows, info.block_size)
     return sampling_batch(
         rows, context + places, [1] * num_entries, new_rows=known.new_rows, block_rows=known.block_rows,
         block_indices=known.block_indices, block_ids=known.block_ids,
@@ -207,7 +208,7 @@ def graph_trial(info: RunnerInfo) -> tuple[ScheduledBatch, list[ScheduledBatch]]
         return None
     lengths = [min(length, longest) for length in TRIAL_LENGTHS[:num_rows]]
     rows = [WarmUpRow(0, length + NUM_TRIAL_DECODES, GREEDY) for length in lengths]
-    prompts, tokens = _batch(0, rows, info.block_size), random_tokens(longest + NUM_TRIAL_DECODES, info.vocab_size)
+    prompts, tokens = _batch(rows, info.block_size), random_tokens(longest + NUM_TRIAL_DECODES, info.vocab_size)
     known = tokens.numpy().astype(np.int32)
     prompts = dataclasses.replace(
         prompts,
@@ -222,7 +223,7 @@ def graph_trial(info: RunnerInfo) -> tuple[ScheduledBatch, list[ScheduledBatch]]
 
 
 def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
-    return _batch(0, [WarmUpRow(0, size.tokens_per_row, EVERY_STAGE)] * size.num_rows, block_size)
+    return _batch([WarmUpRow(0, size.tokens_per_row, EVERY_STAGE)] * size.num_rows, block_size)
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
@@ -253,13 +254,13 @@ def _combinations(options: Sequence[Settings]) -> list[Settings]:
     return [{key: value for option in group for key, value in option.items()} for group in chosen]
 
 
-def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
+def _moved(info: RunnerInfo) -> Iterator[ScheduledBatch]:
     first, last = np.array([[0], [info.num_blocks - 1]], dtype=np.int32)
     rows = [WarmUpRow(0, 1, GREEDY)]
-    yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
+    yield _batch(rows, info.block_size, copy_sources=first, copy_targets=last)
     if info.num_host_blocks:
-        yield _batch(step_id + 1, rows, info.block_size, swap_out_blocks=last, swap_out_slots=first)
-        yield _batch(step_id + 2, rows, info.block_size, swap_in_slots=first, swap_in_blocks=last)
+        yield _batch(rows, info.block_size, swap_out_blocks=last, swap_out_slots=first)
+        yield _batch(rows, info.block_size, swap_in_slots=first, swap_in_blocks=last)
 
 
 def _sizes(largest: int) -> Iterator[int]:
@@ -270,14 +271,13 @@ def _sizes(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: Int32Array) -> ScheduledBatch:
+def _batch(rows: Sequence[WarmUpRow], block_size: int, **moves: Int32Array) -> ScheduledBatch:
     num_blocks = [-(-(row.context + row.num_tokens) // block_size) for row in rows]
     block_ids = np.concatenate([np.arange(count, dtype=np.int32) for count in num_blocks])
     return sampling_batch(
         range(len(rows)),
         [row.context for row in rows],
         [row.num_tokens for row in rows],
-        step_id=step_id,
         new_rows=tuple(_new_row(i, row) for i, row in enumerate(rows)),
         block_rows=np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks),
         block_indices=block_ids,
@@ -287,19 +287,10 @@ def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: In
 
 
 def sampling_batch(
-    rows: Iterable[int], starts: Iterable[int], counts: Sequence[int], *, step_id: int = 0, **columns: Any
+    rows: Iterable[int], starts: Iterable[int], counts: Sequence[int], **columns: Any
 ) -> ScheduledBatch:
-    num_tokens = np.array(counts, dtype=np.int32)
-    return ScheduledBatch(
-        step_id=step_id,
-        rows=np.fromiter(rows, dtype=np.int32),
-        start_positions=np.fromiter(starts, dtype=np.int32),
-        num_scheduled_tokens=num_tokens,
-        samples=np.ones(len(counts), dtype=np.bool_),
-        num_decodes=int(np.cumprod(num_tokens == 1).sum()),
-        num_tokens=int(num_tokens.sum()),
-        **columns,
-    )
+    row_ids, positions, num_tokens = (np.fromiter(values, dtype=np.int32) for values in (rows, starts, counts))
+    return ScheduledBatch.of(row_ids, positions, num_tokens, np.ones(len(counts), dtype=np.bool_), **columns)
 
 
 def _new_row(index: int, row: WarmUpRow) -> NewRow:

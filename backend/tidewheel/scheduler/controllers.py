@@ -99,8 +99,7 @@ class SeqsGovernor:
             fitting = KV_GOAL / usage_each if kv_usage > KV_HIGH else limit
             goal = math.floor(min(running / max(slowness, 1.0), fitting, limit))
             return max(goal, math.floor(_MOST_LOWERED * min(limit, running)), 1)
-        is_relaxed = kv_usage < KV_LOW and slowness < _LATENCY_LOW
-        if is_relaxed and (busy < BUSY_LOW or num_running >= limit):
+        if kv_usage < KV_LOW and slowness < _LATENCY_LOW and (busy < BUSY_LOW or num_running >= limit):
             fitting = math.floor(KV_GOAL / self._usage_each)
             return max(min(limit + max(self._most // 32, 1), self._most, fitting), limit)
         return limit

@@ -130,7 +130,6 @@ class StepTime:
         return self._weight * _fade(now, self._last) >= _MIN_STEPS
 
     def observe(self, num_chunk_tokens: int, seconds: float, now: float, steps_per_token: float = 1.0) -> None:
-        self.steps_per_token += (1.0 - _STEP_FORGET) * (steps_per_token - self.steps_per_token)
         expected = self.seconds(num_chunk_tokens)
         if self._num_steps >= _MIN_STEPS and expected > 0.0:
             seconds = min(seconds, _MAX_FACTOR * expected)
@@ -141,6 +140,7 @@ class StepTime:
         tokens_off = num_chunk_tokens - self._mean_tokens
         seconds_off = seconds - self._mean_seconds
         gain = 1.0 / self._weight
+        self.steps_per_token += gain * (steps_per_token - self.steps_per_token)
         self._mean_tokens += tokens_off * gain
         self._mean_seconds += seconds_off * gain
         rest = 1.0 - gain

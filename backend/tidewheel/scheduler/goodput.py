@@ -55,7 +55,7 @@ class DecodeStep(NamedTuple):
     num_drafts: int = 0
     most_drafts: int = 0  # of a row
     has_waited: bool = False  # for tokens that drafts may follow, where other steps are launched ahead
-    lacks_drafts: bool = False  # a draft model caught up with a row's tokens instead, which counts for nothing here
+    has_caught_up: bool = False  # a draft model also read many tokens that it lacked: its seconds say little
 
 
 class DecodeCost:
@@ -178,10 +178,9 @@ class Goodput:
         self._depths = np.arange(1, most + 1, dtype=np.int32)
         self._numbers = np.arange(1, num_rows * most + 1, dtype=np.int32)
 
-    def enter(self, row: int, service_class: int) -> None:
+    def enter(self, row: int) -> None:
         self.rates.enter(row)
         self.balances[row] = self.num_tokens[row] = 0.0
-        self.classes[row] = service_class
 
     def is_look_due(self, num_steps: int, num_vain_looks: int) -> bool:
         """Return whether to look for drafts, so many steps after the last look: seldom, if looks were in vain."""
@@ -204,17 +203,17 @@ class Goodput:
     def observe_step(self, rows: RowArray, num_tokens: Int32Array, step: DecodeStep, seconds: float) -> None:
         """Learn from a step of decodes alone, in which distinct rows got `num_tokens` [n]."""
         self._num_steps += 1
-        if seconds > 0.0 and not step.lacks_drafts:  # a test's clock may stand still
+        if seconds > 0.0 and not step.has_caught_up:  # a test's clock may stand still
             self.cost.observe(step, seconds)
         ratio = 1.0
-        if step.num_drafts:
+        if step.num_drafts and (self._tested_in[rows] == self._num_steps - 1).any():  # else a trial goes on
             self._trial_period = min(2 * self._trial_period, _MOST_PERIOD) if self._is_trial else _TRIAL_PERIOD
             self._trial_in = self._num_steps + self._trial_period
-        if (step.num_drafts or step.has_waited) and not step.lacks_drafts:
-            # Drafts are chosen where the estimate is rather too low, and a pause is not their cost.
+        if step.num_drafts or step.has_waited:
+            # Drafts are chosen where the estimate is rather too low; a pause is not their cost, but catching up is.
             estimate = float(self.cost.ratios(step.num_rows, np.array([step.num_drafts]), step.most_drafts)[0])
             ratio = seconds / self.cost.seconds(step.num_rows)
-            ratio = min(max(ratio, estimate / _MOST_OFF), estimate * _MOST_OFF)
+            ratio = min(max(ratio, estimate / _MOST_OFF), math.inf if step.has_caught_up else estimate * _MOST_OFF)
         self.balances[rows] += num_tokens - ratio
         self.num_tokens[rows] += num_tokens
 

@@ -271,7 +271,7 @@ def _commit_step(
     columns.write_back_some(batch.step_id)
     if speculation is not None:
         if step.has_drafts:
-            speculation.observe_drafts(step.rows, drafts, follows)
+            speculation.observe_drafts(step.rows, drafts, follows, has_caught_up=sampled.has_caught_up)
         speculation.observe(rows, tokens)
     _charge_tenants(state, rows)
     ended = _fail_not_finite(state, step.rows[fails], now)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import NO_DRAFT, NOT_DRAFTED, TO_DRAFT, BoolArray, Int32Array, RowArray, ScheduledBatch
+from tidewheel.batch import NO_DRAFT, TO_DRAFT, BoolArray, Int32Array, RowArray, ScheduledBatch
 from tidewheel.grammar import TokenGrammar
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowColumns
@@ -236,7 +236,7 @@ class Speculation:
         self._token_ids = np.zeros((columns.num_rows, most), dtype=np.int32)
         self.has_proposals = False
         self._had_drafts = False  # the step that is applied
-        self._lacked_drafts = False  # the last step with drafts, of some that the runner was to make
+        self._has_caught_up = False  # in the last step with drafts
         self._unseen: list[tuple[RowArray, Int32Array]] = []  # rows and tokens of steps that the proposer lacks
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last step; a row with accepted drafts repeats
         self._num_vain_looks = 0  # since a row began or drafts were of use
@@ -246,7 +246,7 @@ class Speculation:
         self._num_vain_looks = 0
         output = np.array(request.output_token_ids, dtype=np.int32)
         self._proposer.enter(request.row, np.concatenate((request.prompt_token_ids, output)))
-        self._goodput.enter(request.row, int(self._columns.classes[request.row]))
+        self._goodput.enter(request.row)
         self._counts[request.row] = 0
 
     def choose(self, rows: RowArray, most: Int32Array, budget: int) -> Int32Array:
@@ -304,7 +304,9 @@ class Speculation:
         self._counts[rows], self._token_ids[rows], self._kinds[rows] = self._proposer.propose(rows)
         self.has_proposals = bool(self._counts.any())
 
-    def observe_drafts(self, rows: RowArray, draft_tokens: Int32Array, follows: BoolArray) -> None:
+    def observe_drafts(
+        self, rows: RowArray, draft_tokens: Int32Array, follows: BoolArray, *, has_caught_up: bool = False
+    ) -> None:
         """Learn which drafts of a step were accepted. `follows` [n]: the token counts. Call before `observe`."""
         firsts = (draft_tokens == NO_DRAFT).nonzero()[0]
         num_drafts = np.add.reduceat(draft_tokens >= 0, firsts, dtype=np.int32)
@@ -319,8 +321,8 @@ class Speculation:
         self._stats.num_drafts += len(rows)
         self._stats.num_draft_tokens += int(num_drafts.sum())
         self._stats.num_accepted_draft_tokens += int(num_accepted.sum())
-        self._had_drafts, self._lacked_drafts = True, bool((draft_tokens == NOT_DRAFTED).any())
-        if num_accepted.any() or self._lacked_drafts:
+        self._had_drafts, self._has_caught_up = True, has_caught_up
+        if num_accepted.any() or has_caught_up:
             self._num_vain_looks = 0
 
     def observe_step(self, batch: ScheduledBatch, seconds: float, *, has_waited: bool) -> None:
@@ -330,6 +332,6 @@ class Speculation:
             return
         num_entries_of_rows = np.bincount(batch.rows)
         num_rows = int(np.count_nonzero(num_entries_of_rows))
-        lacks = self._lacked_drafts and num_entries > num_rows
-        step = DecodeStep(num_rows, num_entries - num_rows, int(num_entries_of_rows.max()) - 1, has_waited, lacks)
+        caught_up = self._has_caught_up and num_entries > num_rows
+        step = DecodeStep(num_rows, num_entries - num_rows, int(num_entries_of_rows.max()) - 1, has_waited, caught_up)
         self._goodput.observe_step(*np.unique(self._last_rows, return_counts=True), step, seconds)

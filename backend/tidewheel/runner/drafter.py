@@ -112,17 +112,20 @@ class Drafter:
         return self._draft(batch, changes), ()
 
     def read_prompts(self, batch: ScheduledBatch) -> None:
-        """Compute what the serving model has computed of prompts, for rows that lack nothing before it."""
-        if batch.num_tokens == batch.num_decodes or not self._has_cache or self._num_idle_steps > IDLE_STEPS:
+        """Compute what the serving model has computed of prompts, for rows that lack at most a block before it."""
+        if batch.num_tokens == batch.num_decodes or not self._has_cache or self._num_idle_steps >= IDLE_STEPS:
             return
-        starts = np.maximum(batch.start_positions - self._model.shift, 0)
-        counts = batch.start_positions + batch.num_scheduled_tokens - self._model.shift - starts
-        is_read = (batch.num_scheduled_tokens > 1) & (counts > 0) & (self._num_cached[batch.rows] == starts)
+        starts, new = self._num_cached[batch.rows], batch.num_scheduled_tokens
+        counts = batch.start_positions + new - self._model.shift - starts
+        is_read = (new > 1) & (counts > 0) & (counts - new <= self._is_cached.shape[1])
+        is_read &= np.cumsum(counts * is_read) <= self._most_tokens
         if is_read.any():
             samples = np.zeros(np.count_nonzero(is_read), dtype=np.bool_)
-            self._computed(
-                ScheduledBatch.of(batch.rows[is_read], starts[is_read], counts[is_read], samples), is_first=True
-            )
+            step = _catch_up(batch.rows[is_read], starts[is_read], counts[is_read], samples)
+            try:
+                self._computed(step, is_first=True)
+            except torch.OutOfMemoryError:  # the serving model's step is computed, and stays
+                self._num_idle_steps = IDLE_STEPS
 
     def _follow(self, batch: ScheduledBatch, host: HostInputs) -> None:
         """Note the slots that a step of the serving model rewrites, and what is cached of new rows."""
@@ -164,7 +167,9 @@ class Drafter:
             starts = wanted.num_known + np.int32(index - 1 - self._model.shift)
             entries.append(wanted.entries + index)
             tokens.append(self._computed(ScheduledBatch.of(wanted.rows, starts, ones, ones > 0), is_first=False))
-        return DraftedTokens(np.concatenate(entries), torch.cat(tokens), bool(parts.any()))
+        return DraftedTokens(
+            np.concatenate(entries), torch.cat(tokens), bool(parts.sum() > self._most_caught_up // 8)
+        )
 
     def _computed(self, step: ScheduledBatch, *, is_first: bool) -> torch.Tensor:
         """Return the next tokens [S] int64 of a step's rows, which are also stored."""

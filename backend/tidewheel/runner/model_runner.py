@@ -270,9 +270,9 @@ class ModelRunner:
             sampled = self._replayed(batch, host, plan, changes, graph)
         else:
             sampled, launch = self._computed(batch, host, plan, changes, graphs)
-        pending = PendingStep(batch, plan, sampled, self._accelerator, launch, drafts)
         if self._drafter is not None:
             self._drafter.read_prompts(batch)
+        pending = PendingStep(batch, plan, sampled, self._accelerator, launch, drafts)
         if plan.masks is not None:
             self._sampling.grammars.sampled(plan.masks, batch, pending.wait)
         return pending

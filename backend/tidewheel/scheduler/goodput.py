@@ -38,6 +38,7 @@ _COST_FORGET = 0.998  # per step
 _MOST_SURPRISE = 3.0  # spreads that a step counts as at most: one pause does not mislead
 _JUMP = 0.2  # spread of the pace after such a step
 _MOST_OFF = 1.25  # factor from a step's estimate to the seconds that its rows pay
+_MOST_CATCH_UP = 8.0  # plain steps that they pay for catching up in a step
 
 _TRIAL_PERIOD = 32  # observed steps, mostly one for each look, before a trial
 _MOST_PERIOD = 512  # the same after trials in vain, each of which doubles it
@@ -171,7 +172,8 @@ class Goodput:
         self.rates = AcceptanceRates(num_rows)
         self.balances, self.num_tokens = np.zeros((2, num_rows))
         self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, np.int8)  # service classes
-        self._tested_in = np.zeros(num_rows, np.int64)  # step of the last test
+        self._tested_in = np.zeros(num_rows, np.int64)  # step of the last test or trial
+        self._has_tested = False  # the last step with drafts
         self._num_steps = 0
         self._explores, self._is_trial = explores, False  # the last choice
         self._trial_in = self._trial_period = _TRIAL_PERIOD
@@ -198,6 +200,7 @@ class Goodput:
     ) -> None:
         """Learn from drafts of distinct rows, up to and with the first wrong one, whether or not a step ran them."""
         self._tested_in[rows] = self._num_steps
+        self._has_tested = len(rows) > 0
         self.rates.observe(rows, kinds, num_tested, num_accepted)
 
     def observe_step(self, rows: RowArray, num_tokens: Int32Array, step: DecodeStep, seconds: float) -> None:
@@ -206,14 +209,15 @@ class Goodput:
         if seconds > 0.0 and not step.has_caught_up:  # a test's clock may stand still
             self.cost.observe(step, seconds)
         ratio = 1.0
-        if step.num_drafts and (self._tested_in[rows] == self._num_steps - 1).any():  # else a trial goes on
+        if step.num_drafts and self._has_tested:  # else a trial goes on, with other rows
             self._trial_period = min(2 * self._trial_period, _MOST_PERIOD) if self._is_trial else _TRIAL_PERIOD
             self._trial_in = self._num_steps + self._trial_period
         if step.num_drafts or step.has_waited:
             # Drafts are chosen where the estimate is rather too low; a pause is not their cost, but catching up is.
             estimate = float(self.cost.ratios(step.num_rows, np.array([step.num_drafts]), step.most_drafts)[0])
             ratio = seconds / self.cost.seconds(step.num_rows)
-            ratio = min(max(ratio, estimate / _MOST_OFF), math.inf if step.has_caught_up else estimate * _MOST_OFF)
+            most = estimate * _MOST_OFF + _MOST_CATCH_UP * step.has_caught_up
+            ratio = min(max(ratio, estimate / _MOST_OFF), most)
         self.balances[rows] += num_tokens - ratio
         self.num_tokens[rows] += num_tokens
 
@@ -273,4 +277,5 @@ class Goodput:
         ratios = self.cost.ratios(len(rows), self._numbers[: len(candidates)], 1)
         lowest = int(self.classes[rows.take(candidates)].max(initial=0))
         is_allowed = (ratios <= _TRIAL_RATIO * ratios[:1]) & (ratios <= self._most_ratio(rows, lowest))
-        return np.bincount(candidates[is_allowed], minlength=len(rows)).astype(np.int32)
+        self._tested_in[rows.take(candidates := candidates[is_allowed])] = self._num_steps
+        return np.bincount(candidates, minlength=len(rows)).astype(np.int32)

@@ -110,7 +110,7 @@ class RowTable:
         """Update the host tables; return arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         self._blocks[places] = batch.block_ids
-        if self._tokens is None and not (batch.new_rows or len(batch.block_rows) or len(batch.draft_tokens)):
+        if not (batch.new_rows or len(batch.block_rows) or len(batch.draft_tokens)):
             return ()
         known = np.flatnonzero(batch.draft_tokens >= 0)
         rows, positions, drafts = batch.rows[known], batch.start_positions[known], batch.draft_tokens[known]

@@ -114,7 +114,10 @@ class StepPlan:
         self.num_joined = 0
         self.encoder_tokens = 0  # of the requests that entered
         self.started: list[Request] = []
-        self.set_decodes(np.empty(0, dtype=np.intp), _ids([]), np.empty(0, dtype=np.bool_))
+        self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
+        self.decode_starts = _ids([])
+        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)
+        self.growing_starts = _ids([])
         self.num_sitting_out = 0
         self.is_scarce = False  # only CRITICAL requests enter
         self._draft_tokens = _ids([])

@@ -291,8 +291,8 @@ def test_an_engine_killed_while_calls_run_costs_its_requests_one_error(served: S
         wait_for(lambda: num_running(served, "pair") == 4, 30, "their start")
         (engine,) = served.processes("--engine-dir", "pair")
         engine.send_signal(signal.SIGKILL)
-        found = {one.result() for one in running}
-        assert "TW-ENGINE-DEAD" in found and found <= {"right", "TW-ENGINE-DEAD"}
+        found = Counter(one.result() for one in running)  # two run at once, and a kill that is late finds two of them
+        assert found["TW-ENGINE-DEAD"] >= 2 and found.keys() <= {"right", "TW-ENGINE-DEAD"}
         assert outcome(served, "ordered", row(1)) == "right"
     wait_for(lambda: outcome(served, "pair", row(1)) == "right", 60, "the engine's restart")
 

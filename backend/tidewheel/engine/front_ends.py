@@ -103,10 +103,14 @@ class FrontEnds:
         """Return at most `limit` requests, in the order of their first sequences."""
         groups: dict[tuple[bytes, int], list[Request]] = {}
         for request in unfinished:
-            if (route := self._routes.get(request.request_id)) is not None:  # else of a lost front end
-                groups.setdefault((route.front_end.identity, route.key), []).append(request)
-        some = itertools.islice(groups.values(), limit)
-        return [_row(group, self._routes[group[0].request_id].client_id, now) for group in some]
+            route = self._routes.get(request.request_id)
+            if route is None:  # of a lost front end
+                continue
+            groups.setdefault((route.front_end.identity, route.key), []).append(request)
+            if len(groups) > limit:
+                groups.popitem()
+                break
+        return [_row(group, self._routes[group[0].request_id].client_id, now) for group in groups.values()]
 
     def siblings(self, request_id: str) -> list[str]:
         """Return ids of all unfinished sequences of the same request, highest index first."""

@@ -155,8 +155,8 @@ class Goodput:
     """Choice of each row's drafts in a step of decodes: the most tokens per second, at a bounded loss of each.
 
     Each row has a balance in tokens. A step adds the tokens that the row got, less the step's seconds over those of
-    the same step without drafts. Invariant, as far as the estimates know, whatever the drafts turn out to be worth:
-    the balance stays above ``-(SLACK_TOKENS + SLACK · tokens so far)``, and above 0 where lower classes draft; with
+    the same step without drafts. Invariant, as far as the estimates know, but for one step of catching up: the
+    balance stays above ``-(SLACK_TOKENS + SLACK · tokens so far)``, and above 0 where lower classes draft; with
     drafts of its own, `CREDIT` and `WAIT_CREDIT` waits lower. Other rows are late by at most 1 token and 2 %.
     """
 
